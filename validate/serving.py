@@ -7,19 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-import numpy as np
-
+from calibrate.prefills.fit import CheckedRow
 from kvrsim.builder import make_scenario
-from kvrsim.compile import for_strategy
-from kvrsim.engine import SHORT_TOKENS, Engine, EngineFit, load_engine
-from kvrsim.executors.run import ttft_s
-from kvrsim.kernels.profile import CalibrationProfile, load_profile
-from kvrsim.strategies import get_strategy
-from planner.candidates import partition_of
-from planner.uncertainty.intervals import interval
+from kvrsim.engine import SHORT_TOKENS, EngineFit, load_engine
+from planner.simulate import run_simulation
 from validate.published.compare import DATA, read_table
 from validate.report import fill, summary, table
 
@@ -42,30 +35,17 @@ class ServingRow:
     dtype: str
     ttft_s: float
     left_out: str  # rule that leaves the row out; empty: the row is compared
-    source: str
 
     @property
     def tokens(self) -> int:
         """Tokens of all prompts together."""
         return self.context_len * self.batch
 
-    @property
-    def case(self) -> str:
-        """Description of the row."""
-        gpus = f"{self.num_gpus} GPU{'s' * (self.num_gpus > 1)} of {self.cluster}"
-        batch = f" x {self.batch}" if self.batch > 1 else ""
-        return f"{self.model} {self.context_len}{batch} {self.strategy} on {gpus}"
 
-    @property
-    def profile(self) -> CalibrationProfile:
-        """Profile of the row's GPU."""
-        return _profile(_PROFILES[self.cluster.partition("-")[0]])
-
-
-def read_rows(*, compared: bool = True) -> tuple[ServingRow, ...]:
-    """All rows of whole prefills, or only the rows that no rule leaves out."""
-    texts = ("model", "cluster", "strategy", "dtype", "left_out", "source")
-    rows = [
+def read_rows() -> list[ServingRow]:
+    """All rows of whole prefills."""
+    texts = ("model", "cluster", "strategy", "dtype", "left_out")
+    return [
         ServingRow(
             **{name: fields[name] for name in texts},
             engine=fields["engine_name"],
@@ -77,32 +57,13 @@ def read_rows(*, compared: bool = True) -> tuple[ServingRow, ...]:
         for fields in read_table(PATH.name)
         if fields["engine_name"] not in _OPERATORS
     ]
-    return tuple(row for row in rows if not (compared and row.left_out))
-
-
-@cache
-def _profile(name: str) -> CalibrationProfile:
-    return load_profile(name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServingError:
+class ServingError(CheckedRow):
     """One prefill and its prediction."""
 
     row: ServingRow
-    predicted_s: float
-    low_s: float  # lower end of the 80 % prediction interval
-    high_s: float
-
-    @property
-    def rel_error(self) -> float:
-        """Relative error: predicted / measured - 1."""
-        return self.predicted_s / self.row.ttft_s - 1
-
-    @property
-    def inside(self) -> bool:
-        """Whether the measurement lies inside the interval."""
-        return self.low_s <= self.row.ttft_s <= self.high_s
 
     @property
     def is_short(self) -> bool:
@@ -110,7 +71,7 @@ class ServingError:
         return self.row.tokens < SHORT_TOKENS
 
 
-def errors_of(rows: Sequence[ServingRow], engine: Engine) -> list[ServingError]:
+def errors_of(rows: Sequence[ServingRow], engine: str) -> list[ServingError]:
     """Predict every row with one engine."""
     errors = []
     for row in rows:
@@ -118,18 +79,15 @@ def errors_of(rows: Sequence[ServingRow], engine: Engine) -> list[ServingError]:
             ctx=row.context_len,
             gpus=row.num_gpus,
             model=row.model,
-            profile=row.profile,
+            profile=_PROFILES[row.cluster.partition("-")[0]],
             cluster=row.cluster,
             batch=row.batch,
             dtype=row.dtype,
             engine=engine,
         )
-        strategy = get_strategy(row.strategy)
-        scenario = for_strategy(scenario, strategy)
-        partition = partition_of(scenario, strategy)
-        predicted_s = float(ttft_s(scenario, strategy, np.array([partition.chunk_lens], dtype=float))[0])
-        sure = interval(scenario, strategy, partition, predicted_s)
-        errors.append(ServingError(row=row, predicted_s=predicted_s, low_s=sure.low_s, high_s=sure.high_s))
+        found = run_simulation(scenario, strategy=row.strategy)
+        seconds = {"predicted_s": found.ttft_s, "low_s": found.ttft_low_s, "high_s": found.ttft_high_s}
+        errors.append(ServingError(row=row, case=f"{row.model} {row.context_len}", measured_s=row.ttft_s, **seconds))
     return errors
 
 
@@ -155,16 +113,12 @@ class Comparison:
 
 def compare() -> Comparison:
     """Compare all rows with predictions by the shipped records."""
-    engines = {name: load_engine(name) for name in ENGINES}
-    errors = {
-        name: errors_of([row for row in read_rows(compared=False) if row.engine == name], engine)
-        for name, engine in engines.items()
-    }
-    every = [error for own in errors.values() for error in own]
+    rows, engines = read_rows(), [load_engine(name) for name in ENGINES]
+    every = [one for name in ENGINES for one in errors_of([row for row in rows if row.engine == name], name)]
     return Comparison(
         own=tuple(error for error in every if not error.row.left_out),
         left_out=tuple(error for error in every if error.row.left_out),
-        fits={name: engine.fit for name, engine in engines.items() if engine.fit is not None},
+        fits={engine.name: engine.fit for engine in engines if engine.fit is not None},
     )
 
 

@@ -29,14 +29,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from calibrate.prefills.fit import CheckedRow
 from kvrsim.builder import make_scenario
 from kvrsim.engine import NO_HOST, OTHER_GPU, PRIOR_ENGINE, SHORT_TOKENS, Engine, EngineFit, load_engine
 from kvrsim.errors import InputError
+from kvrsim.io.schema import JsonObject
 from kvrsim.program import Array, Flags
 from kvrsim.units import format_seconds
 from planner.candidates import Search
 from planner.simulate import run_simulation
-from validate.report import RESULTS, fill, run_command, table, write_page
+from validate.report import RESULTS, fill, run_command, summary, table, write_page
 
 if TYPE_CHECKING:
     import pandas
@@ -268,71 +270,56 @@ def records(settings: Settings) -> list[Engine]:
     """Make the records of the engines and of `serving`."""
     every = np.ones(len(settings), dtype=bool)
     constants = fit(settings, every)
+    after = log_errors(settings, constants.seconds(settings, every))
     splits = {split: log_errors(settings, left_out(settings, split)) for split in SPLITS}
-    made = [_record(settings, constants, name, splits) for name in ENGINES]
+    made = []
+    for name in ENGINES:
+        own = settings.of("engine") == name
+        frame, logs = settings.rows[own], constants.by_engine[name]
+        widths = {split: widths_of(errors, own) for split, errors in splits.items()}
+        fit_of = _fit_of(after[own], splits["model"][own], "model", widths)
+        factors = {model: constants.type_factor(name, model) for model in constants.shared_types}
+        record = _record(name, constants, logs, factors, (0.3, 0.3, 0.3, 0.12), fit_of)
+        versions = {v: _rounded(np.exp(f)) for (e, v), f in sorted(constants.versions.items()) if e == name}
+        models, gpus = (tuple(sorted(set(column))) for column in (frame.model_type, frame.gpu))
+        made.append(replace(record, models=models, gpus=gpus, versions=versions))
     others = log_errors(settings, left_out(settings, "engine"))
-    base = load_engine(PRIOR_ENGINE)
     spread = np.std([constants.by_engine[name] for name in ENGINES], axis=0, ddof=1)
-    terms = _terms(constants.mean)
-    deviations = dict(
-        zip(TERMS, (_rounded(max(value, least)) for value, least in zip(spread, _LEAST, strict=True)), strict=True)
-    )
-    fit_of = _fit_of(settings, log_errors(settings, constants.seconds(settings, every)), others, "engine")
-    made.append(
-        replace(
-            base,
-            **terms,
-            transfer_s=_rounded(constants.transfer_s),
-            model_types={m: _rounded(np.exp(f)) for m, f in sorted(constants.shared_types.items())},
-            spread=deviations | {"collective_s": deviations["launch_s"]},
-            fit=replace(fit_of, widths={"setting": widths_of(others)}),
-            provenance=_PROVENANCE,
-        )
-    )
-    return made
+    deviations = [_rounded(max(value, least)) for value, least in zip(spread, _LEAST, strict=True)]
+    fit_of = _fit_of(after, others, "engine", {"setting": widths_of(others)})
+    return [*made, _record(PRIOR_ENGINE, constants, constants.mean, constants.shared_types, deviations, fit_of)]
 
 
 _LEAST = (0.5, 0.5, 0.3, 0.12)  # minimum standard deviations of terms between engines, of which there are only three
-_PROVENANCE = {
-    "command": "python -m validate.silicon SETTINGS.csv --configs FOLDER --fit",
-    "launches": "added to the kernels: what a prefill takes more than its kernels is about the same at 1k and at 8k"
-    " tokens",
-}
-
-
-def _terms(logs: Array) -> dict[str, Any]:
-    request_s, token_s, launch_s, scale = (_rounded(value) for value in np.exp(logs))
-    seconds = {"request_s": request_s, "token_s": token_s, "launch_s": launch_s, "collective_s": launch_s}
-    return {"host": replace(NO_HOST, **seconds), "kernel_scale": {OTHER_GPU: scale}}
 
 
 def _record(
-    settings: Settings,
-    constants: EngineConstants,
     name: str,
-    splits: dict[str, Array],
+    constants: EngineConstants,
+    logs: Array,
+    factors: Mapping[str, float],
+    spread: Sequence[float],
+    fit_of: EngineFit,
 ) -> Engine:
-    """Make one engine's record."""
-    own = settings.of("engine") == name
-    widths = {split: widths_of(logs, own) for split, logs in splits.items()}
-    frame = settings.rows[own]
-    after = log_errors(settings, constants.seconds(settings, own), own)
-    fit_of = _fit_of(settings, after, splits["model"][own], "model")
+    """The record of an engine with these terms, factors of model types and standard deviations of terms."""
+    request_s, token_s, launch_s, scale = (_rounded(value) for value in np.exp(logs))
     return replace(
         load_engine(name),
-        **_terms(constants.by_engine[name]),
+        host=replace(NO_HOST, request_s=request_s, token_s=token_s, launch_s=launch_s, collective_s=launch_s),
+        kernel_scale={OTHER_GPU: scale},
         transfer_s=_rounded(constants.transfer_s),
-        model_types={m: _rounded(np.exp(constants.type_factor(name, m))) for m in sorted(constants.shared_types)},
-        models=tuple(sorted(set(frame.model_type))),
-        gpus=tuple(sorted(set(frame.gpu))),
-        versions={v: _rounded(np.exp(f)) for (e, v), f in sorted(constants.versions.items()) if e == name},
-        spread=dict(zip(TERMS, (0.3, 0.3, 0.3, 0.12), strict=True)) | {"collective_s": 0.3},
-        fit=replace(fit_of, num_rows=int(own.sum()), widths=widths),
-        provenance=_PROVENANCE,
+        model_types={model: _rounded(np.exp(factor)) for model, factor in sorted(factors.items())},
+        spread=dict(zip((*TERMS, "collective_s"), (*spread, spread[TERMS.index("launch_s")]), strict=True)),
+        fit=fit_of,
+        provenance={
+            "command": "python -m validate.silicon SETTINGS.csv --configs FOLDER --fit",
+            "launches": "added to the kernels: what a prefill takes more than its kernels is about the same at 1k and"
+            " at 8k tokens",
+        },
     )
 
 
-def _fit_of(settings: Settings, after: Array, without: Array, split: str) -> EngineFit:
+def _fit_of(after: Array, without: Array, split: str, widths: Mapping[str, tuple[float, float]]) -> EngineFit:
     sizes, left = np.abs(np.expm1(after)), np.abs(np.expm1(without))
     low, high = widths_of(without)
     return EngineFit(
@@ -345,6 +332,7 @@ def _fit_of(settings: Settings, after: Array, without: Array, split: str) -> Eng
         left_out=split,
         log_sd=_rounded(np.std(without)),
         coverage=_rounded(np.mean((without <= low) & (-without <= high))),
+        widths=widths,
     )
 
 
@@ -423,34 +411,31 @@ def page(settings: Settings, predictors: dict[str, Array], others: Sequence[Othe
 
 
 @dataclass(frozen=True, kw_only=True)
-class OtherPrefill:
+class OtherPrefill(CheckedRow):
     """A prefill of another source, predicted by the record of its engine."""
 
-    case: str
     tokens: int  # tokens of all prompts together
-    measured_s: float
-    ttft_s: float
-    inside: bool  # whether the measurement lies inside the 80 % interval
 
 
 def read_others(path: Path) -> list[OtherPrefill]:
     """Read prefills that kvrsim can predict with ENGINES, from a file with the columns of prefills_2026.csv."""
     import pandas
 
+    names = JsonObject.read(Path(__file__).with_suffix(".json"), "silicon").fields
     found = []
     for row in pandas.read_csv(path).to_dict("records"):
         engine = {"tensorrt-llm": "trtllm"}.get(row["engine"].lower(), row["engine"].lower())
-        gpus = [gpu for gpu in _PROFILES if gpu in re.sub("[^a-z0-9]", "", row["gpu"].lower())]
+        gpus = [gpu for gpu in names["gpus"] if gpu in re.sub("[^a-z0-9]", "", row["gpu"].lower())]
         if engine not in ENGINES or not gpus or not str(row["n_gpus"]).isdigit() or "do not use" in str(row["note"]):
             continue
-        cluster, profile = _PROFILES[gpus[0]]
+        cluster, profile = names["gpus"][gpus[0]]
         try:
             result = run_simulation(
                 make_scenario(
                     ctx=int(row["context"]),
                     batch=int(row["batch"]),
                     gpus=int(row["n_gpus"]),
-                    model=_SAME_SHAPE.get(row["model"], row["model"]),
+                    model=names["same_shape"].get(row["model"], row["model"]),
                     cluster=cluster,
                     profile=profile,
                     engine=engine,
@@ -461,11 +446,9 @@ def read_others(path: Path) -> list[OtherPrefill]:
         except InputError:
             continue
         case = f"{row['model']} {row['context']} x {row['batch']} on {row['n_gpus']} {row['gpu']}, {row['engine']}"
-        inside = result.ttft_low_s <= row["value"] <= result.ttft_high_s
+        seconds = {"predicted_s": result.ttft_s, "low_s": result.ttft_low_s, "high_s": result.ttft_high_s}
         tokens = int(row["context"]) * int(row["batch"])
-        found.append(
-            OtherPrefill(case=case, tokens=tokens, measured_s=row["value"], ttft_s=result.ttft_s, inside=inside)
-        )
+        found.append(OtherPrefill(case=case, tokens=tokens, measured_s=row["value"], **seconds))
     return found
 
 
@@ -487,23 +470,12 @@ def steps_of(row: Mapping[str, Any], engine: str) -> dict[str, Any]:
     return {"strategy": "+".join((*tensor, "pp1")), "search": Search(partition=pieces)}
 
 
-_PROFILES = {  # cluster and profile by a part of the GPU's name; the first match counts
-    "a100sxm40": ("a100-40gb-nvlink", "a100-flash"),
-    "a100": ("a100-nvlink", "a100-flash"),
-    "a800": ("a800-nvlink", "a100-flash"),
-    "h100": ("h100-nvlink", "h100-flash"),
-    "h200": ("h200-nvlink", "h200-flash"),
-    "gb300": ("gb300-nvlink5", "gb300-flash"),
-    "b200": ("b200-nvlink5", "b200-flash"),
-    "rtxpro6000": ("rtx-6000-pcie", "rtx-pro-6000-flash"),
-}
-_SAME_SHAPE = {"qwen3.6-35b-a3b": "qwen3.5-35b-a3b", "qwen3.6-27b": "qwen3.5-27b", "glm-5.2-fp8": "glm-5"}
 _LEAST_SHORT = (0.3, 0.7)  # minimum widths below 512 tokens
 
 
 def short_width(others: Sequence[OtherPrefill]) -> tuple[float, float]:
     """Widths below 512 tokens, a range without settings, from prefills of other sources."""
-    logs = np.array([math.log(one.ttft_s / one.measured_s) for one in others if one.tokens < SHORT_TOKENS])
+    logs = np.array([math.log(one.predicted_s / one.measured_s) for one in others if one.tokens < SHORT_TOKENS])
     shorter, longer = widths_of(logs) if len(logs) else _LEAST_SHORT
     return max(shorter, _LEAST_SHORT[0]), max(longer, _LEAST_SHORT[1])
 
@@ -516,13 +488,10 @@ def other_lines(others: Sequence[OtherPrefill]) -> list[str]:
         (f"below {SHORT_TOKENS} tokens", [one for one in others if one.tokens < SHORT_TOKENS]),
     ):
         if own:
-            error = np.median([abs(one.ttft_s / one.measured_s - 1) for one in own])
-            inside = np.mean([one.inside for one in own])
-            lines.append(f"- {title}: {len(own)} prefills, median error {error:.1%}, {inside:.0%} inside.")
-    rows = [
-        (one.case, f"{one.measured_s:.3g}", f"{one.ttft_s:.3g}", f"{one.ttft_s / one.measured_s - 1:+.0%}")
-        for one in others
-    ]
+            errors = summary([one.rel_error for one in own], [one.inside for one in own])
+            shares = f"median error {errors['median_ape']:.1%}, {errors['coverage']:.0%} inside"
+            lines.append(f"- {title}: {len(own)} prefills, {shares}.")
+    rows = [(one.case, f"{one.measured_s:.3g}", f"{one.predicted_s:.3g}", f"{one.rel_error:+.0%}") for one in others]
     return [*lines, "", *table(("prefill", "measured s", "predicted s", "error"), rows)]
 
 

@@ -12,25 +12,7 @@ from typing import Any
 import numpy as np
 
 from calibrate.data import ELEMENTWISE, Measurement, Provenance
-from calibrate.fit.attention import (
-    HEAD_DIM,
-    NARROW_HEAD_DIM,
-    PROMISED_CHUNK,
-    fit_blocked,
-    fit_eager,
-    fit_flash,
-    is_decoding,
-    usable_attention,
-    with_blocks,
-)
-from calibrate.fit.elementwise import (
-    fit_elementwise,
-    fit_host,
-    fit_pending_share,
-    fit_prepare,
-    usable_elementwise,
-    with_merges,
-)
+from calibrate.fit import attention, elementwise, gemm
 from calibrate.fit.fit import (
     HALF,
     Errors,
@@ -42,20 +24,6 @@ from calibrate.fit.fit import (
     root_mean_square,
     rounded,
     span_of,
-)
-from calibrate.fit.gemm import (
-    STEP,
-    FittedClock,
-    Shape,
-    at_burst,
-    builtin_shapes,
-    check_full_waves,
-    computes_in,
-    fit_clock,
-    fit_gemm,
-    fit_gemm_type,
-    head_bytes_per_s,
-    usable_gemm,
 )
 from calibrate.fit.links import fit_all_gather, fit_all_reduce, fit_send_recv, usable_link_rows
 from calibrate.fit.report import TITLES, FitReport, compare_layers
@@ -139,7 +107,7 @@ class FitChoices:
     # norm, rotary embedding and activation are several kernels each.
     attention_kernel: str | None = None
     # Shapes of products with tables; None: all measured shapes, or those of built-in models if there are many.
-    keep_shapes: Collection[Shape] | None = None
+    keep_shapes: Collection[gemm.Shape] | None = None
     others: Sequence[Measurement] = ()  # other tables of the same GPU: for the clock and for the systematic error
     hidden_size: tuple[int, int] | None = None  # valid range of the profile; None: as measured
     elementwise: AssumedElementwise | None = None  # assumption that replaces measured element-wise kernels
@@ -168,14 +136,14 @@ def fit_profile(
     """
     chosen, origin = choices or FitChoices(), Provenance.of(origins, argument)
     fit = _OperationFits(rows=rows, gpu=gpu, link=link, choices=chosen, argument=argument, origin=origin)
-    prepare = fit_prepare(fit.use("prepare"))
+    prepare = elementwise.fit_prepare(fit.use("prepare"))
     kernels = KernelRates(
-        gemm=fit.gemm(),
-        attention=fit.attention(),
-        elementwise=replace(fit.elementwise(), mask_element_s=prepare.mask_element_s),
+        gemm=fit.gemm_rates(),
+        attention=fit.attention_rates(),
+        elementwise=replace(fit.elementwise_rates(), mask_element_s=prepare.mask_element_s),
         copies=_IN_PLACE if any(row.operation == "cache_append" for row in fit.usable["elementwise"]) else _NO_COPIES,
         clock=fit.clock,
-        gemm_types=fit.gemm_types(),
+        gemm_types=fit.gemm_type_rates(),
         head_on_all_tokens=False,
         whole_attention=origin.is_hugging_face,
     )
@@ -261,7 +229,7 @@ def _notes_on_unused(
         "all_reduce": "between nodes, or slower than another kernel at that size",
         "attention": f"not {types}, another head_dim, more than one sequence, or decoding",
         "elementwise": f"not {types}",
-        "gemm": f"not {types}, fewer than {STEP} tokens, or of a narrow matrix",
+        "gemm": f"not {types}, fewer than {gemm.STEP} tokens, or of a narrow matrix",
         "send_recv": "between nodes, or far from the form",
     }
     return tuple(
@@ -296,10 +264,10 @@ class _OperationFits:
     @cached_property
     def head_dim(self) -> int:
         """Width of the fitted attention heads: 128 if enough rows have it, else the most frequent one."""
-        if len(usable_attention(self.rows, HEAD_DIM, self.dtypes)) >= LEAST_ROWS["attention"]:
-            return HEAD_DIM
+        if len(attention.usable_attention(self.rows, attention.HEAD_DIM, self.dtypes)) >= LEAST_ROWS["attention"]:
+            return attention.HEAD_DIM
         found = [row.head_dim for row in self.rows if row.operation == "attention" and row.head_dim is not None]
-        return max(sorted(set(found)), key=found.count, default=HEAD_DIM)
+        return max(sorted(set(found)), key=found.count, default=attention.HEAD_DIM)
 
     @cached_property
     def usable(self) -> dict[str, list[Measurement]]:
@@ -310,17 +278,17 @@ class _OperationFits:
         attention is missing.
         """
         own, types = self.origin.is_hugging_face, " or ".join(self.dtypes)
-        calls = usable_attention(self.rows, self.head_dim, self.dtypes)
+        calls = attention.usable_attention(self.rows, self.head_dim, self.dtypes)
         found = {
-            "gemm": usable_gemm(self.rows, self.dtypes, narrow=own),
+            "gemm": gemm.usable_gemm(self.rows, self.dtypes, narrow=own),
             **{form: [row for row in calls if self.form_of(row) == form] for form in _FORMS},
-            "elementwise": usable_elementwise(self.rows, self.dtypes),
+            "elementwise": elementwise.usable_elementwise(self.rows, self.dtypes),
             **{operation: usable_link_rows(self.rows, operation) for operation in _COLLECTIVES},
         }
         if own and len(found["all_reduce"]) < LEAST_ROWS["all_reduce"]:
             found["all_reduce"] = []
         needed = {
-            "gemm": f"products in {types} of at least {STEP} tokens",
+            "gemm": f"products in {types} of at least {gemm.STEP} tokens",
             "attention": f"calls of one sequence in {types}, head_dim {self.head_dim}",
             "elementwise": f"kernels in {types}",
         }
@@ -333,9 +301,9 @@ class _OperationFits:
         return found
 
     @cached_property
-    def fitted_clock(self) -> FittedClock | None:
+    def fitted_clock(self) -> gemm.FittedClock | None:
         """The GPU's clock under load; None if the rows do not determine it."""
-        return fit_clock([*self.usable["gemm"], *self.choices.others], self.gpu) if has_waves(self.gpu) else None
+        return gemm.fit_clock([*self.usable["gemm"], *self.choices.others], self.gpu) if has_waves(self.gpu) else None
 
     @property
     def clock(self) -> Clock | None:
@@ -388,70 +356,74 @@ class _OperationFits:
         self.operations[kind] = _unmeasured("datasheet, not measured", _DATASHEET_LOG_SD)
         self.missing.append(f"{TITLES[kind].capitalize()} {_WERE[kind]} not measured: the datasheet's figures.")
 
-    def gemm(self) -> GemmRates:
+    def gemm_rates(self) -> GemmRates:
         """Rates of products, with tables of the requested shapes."""
         usable = self.usable["gemm"]
-        fitted = fit_gemm(at_burst(usable, self.clock), self.gpu, keep_shapes=self._keep_shapes())
+        fitted = gemm.fit_gemm(gemm.at_burst(usable, self.clock), self.gpu, keep_shapes=self._keep_shapes())
         rates: GemmRates = self.record("gemm", usable, fitted)
-        check_full_waves(rates, self.gpu, self.argument)
-        return replace(rates, head_bytes_per_s=head_bytes_per_s(self.use("head"), self.gpu))
+        gemm.check_full_waves(rates, self.gpu, self.argument)
+        return replace(rates, head_bytes_per_s=gemm.head_bytes_per_s(self.use("head"), self.gpu))
 
-    def gemm_types(self) -> dict[str, GemmRates]:
+    def gemm_type_rates(self) -> dict[str, GemmRates]:
         """Rates of the measured quantised types that the GPU can compute, at the clock of the other products."""
         rates: dict[str, GemmRates] = {}
         for kind in GEMM_TYPES:
-            usable = usable_gemm(self.rows, (kind,))
+            usable = gemm.usable_gemm(self.rows, (kind,))
             sizes = {row.tokens for row in usable}
-            if len(usable) >= _LEAST_TYPE_ROWS and len(sizes) >= LEAST_SIZES["gemm"] and computes_in(self.gpu, kind):
+            if (
+                len(usable) >= _LEAST_TYPE_ROWS
+                and len(sizes) >= LEAST_SIZES["gemm"]
+                and gemm.computes_in(self.gpu, kind)
+            ):
                 self.used += usable
-                burst = at_burst(usable, self.clock)
-                fitted = fit_gemm_type(burst, self.gpu, kind, keep_shapes=self._keep_shapes())
+                burst = gemm.at_burst(usable, self.clock)
+                fitted = gemm.fit_gemm_type(burst, self.gpu, kind, keep_shapes=self._keep_shapes())
                 self._check_error("gemm", fitted)
                 self.more_lines.setdefault("gemm", []).extend(fitted.lines())
                 rates[kind] = fitted.rates
         return rates
 
-    def _keep_shapes(self) -> Collection[Shape]:
+    def _keep_shapes(self) -> Collection[gemm.Shape]:
         """The requested shapes; by default all shapes, or those of built-in models if there are many."""
         if self.choices.keep_shapes is not None:
             return self.choices.keep_shapes
         shapes = {(row.in_features or 0, row.out_features or 0) for row in self.usable["gemm"]}
-        return shapes if len(shapes) <= _MOST_SHAPES else builtin_shapes()
+        return shapes if len(shapes) <= _MOST_SHAPES else gemm.builtin_shapes()
 
-    def attention(self) -> dict[str, AttentionRates]:
+    def attention_rates(self) -> dict[str, AttentionRates]:
         """Rates by kernel; first the kernel that skips masked scores: the profile states its errors."""
         rates: dict[str, AttentionRates] = {}
         flash, sdpa, eager = (self.usable[form] for form in _FORMS)
         if eager:
-            rates = {"eager": self.record("attention", eager, fit_eager(eager, self.gpu))}
+            rates = {"eager": self.record("attention", eager, attention.fit_eager(eager, self.gpu))}
         if sdpa:
-            masked = fit_blocked(sdpa, self.gpu, name="sdpa", skips_masked=False)
+            masked = attention.fit_blocked(sdpa, self.gpu, name="sdpa", skips_masked=False)
             rates = {
-                "sdpa": with_blocks(self.record("attention", sdpa, masked), self.use("block", kernel="sdpa"))
+                "sdpa": attention.with_blocks(self.record("attention", sdpa, masked), self.use("block", kernel="sdpa"))
             } | rates
         if flash:
             narrow = self._narrow()
             # Tiles on a GPU's multiprocessors; on a CPU and in fp32 small blocks.
             if has_waves(self.gpu) and self.dtypes == HALF:
-                kernel, burst = self.choices.attention_kernel, at_burst(flash, self.clock)
-                fused = fit_flash(burst, self.gpu, kernel=kernel, narrow=at_burst(narrow, self.clock))
-                prefills = [row for row in flash if not is_decoding(row)]
+                kernel, burst = self.choices.attention_kernel, gemm.at_burst(flash, self.clock)
+                fused = attention.fit_flash(burst, self.gpu, kernel=kernel, narrow=gemm.at_burst(narrow, self.clock))
+                prefills = [row for row in flash if not attention.is_decoding(row)]
                 rates = {"flash": self.record("attention", [*narrow, *prefills], fused)} | rates
             else:
-                blocked = fit_blocked(flash, self.gpu, name="flash", skips_masked=True)
+                blocked = attention.fit_blocked(flash, self.gpu, name="flash", skips_masked=True)
                 own = self.record("attention", flash, blocked)
-                rates = {"flash": with_blocks(own, self.use("block", kernel="flash"))} | rates
+                rates = {"flash": attention.with_blocks(own, self.use("block", kernel="flash"))} | rates
         return rates
 
     def _narrow(self) -> list[Measurement]:
         """Flash calls with narrow heads and at least PROMISED_CHUNK queries; empty if there are too few."""
-        if self.head_dim != HEAD_DIM:
+        if self.head_dim != attention.HEAD_DIM:
             return []
-        calls = usable_attention(self.rows, NARROW_HEAD_DIM, self.dtypes)
-        found = [row for row in calls if self.form_of(row) == "flash" and (row.chunk or 0) >= PROMISED_CHUNK]
+        calls = attention.usable_attention(self.rows, attention.NARROW_HEAD_DIM, self.dtypes)
+        found = [row for row in calls if self.form_of(row) == "flash" and (row.chunk or 0) >= attention.PROMISED_CHUNK]
         return found if len(found) >= LEAST_ROWS["attention"] else []
 
-    def elementwise(self) -> ElementwiseRates:
+    def elementwise_rates(self) -> ElementwiseRates:
         """Rates as measured, as assumed, or at the datasheet's memory bandwidth."""
         usable = self.usable["elementwise"]
         fused = self.choices.attention_kernel != "eager" and not self.origin.is_hugging_face
@@ -464,8 +436,8 @@ class _OperationFits:
             return ElementwiseRates.uniform(hbm_bytes_per_s, fused=fused)
         model = self.origin.model
         counts = None if model is None else _kernels_of(model)
-        fitted = fit_elementwise(usable, self.gpu, fused=fused, kernels=counts)
-        return with_merges(self.record("elementwise", usable, fitted), self.use("merge"))
+        fitted = elementwise.fit_elementwise(usable, self.gpu, fused=fused, kernels=counts)
+        return elementwise.with_merges(self.record("elementwise", usable, fitted), self.use("merge"))
 
     def links(self) -> LinkRates:
         """Rates measured inside a node, or the datasheet's; on a CPU messages occupy no multiprocessors."""
@@ -482,7 +454,7 @@ class _OperationFits:
             all_reduce=self.record("all_reduce", reduces, fit_all_reduce(reduces)) if reduces else None,
             sends="overlap",
             sends_over_bus="overlap",
-            pending_share=fit_pending_share(pending) if has_waves(self.gpu) else 0.0,
+            pending_share=elementwise.fit_pending_share(pending) if has_waves(self.gpu) else 0.0,
         )
 
     def _link(self, kind: str, fit: Callable[[Sequence[Measurement], LinkSpec], Fitted[Any]]) -> Any:
@@ -514,7 +486,7 @@ class _OperationFits:
             self.operations["host"] = _unmeasured("set by hand, not measured", _HAND_LOG_SD)
             return given or DEFAULT_HOST
         self.used += [*layers, *gathers, *messages, *before]
-        rates, self.operations["host"] = fit_host(layers, gathers, messages)
+        rates, self.operations["host"] = elementwise.fit_host(layers, gathers, messages)
         return replace(rates, prepare_s=rounded(float(np.median(column(before, "expected_s"))))) if before else rates
 
     def valid(self, most_ranks: int) -> ValidRange:

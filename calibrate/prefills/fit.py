@@ -210,6 +210,11 @@ class CheckedRow:
         """Relative error: predicted / measured - 1."""
         return self.predicted_s / self.measured_s - 1
 
+    @property
+    def inside(self) -> bool:
+        """Whether the measurement lies inside the interval."""
+        return self.low_s <= self.measured_s <= self.high_s
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillCheck:
@@ -225,7 +230,7 @@ class PrefillCheck:
     @property
     def coverage(self) -> float:
         """Share of the measurements inside their intervals."""
-        return float(np.mean([row.low_s <= row.measured_s <= row.high_s for row in self.rows]))
+        return float(np.mean([row.inside for row in self.rows]))
 
     def to_dict(self) -> dict[str, Any]:
         """The check as plain JSON values."""
@@ -405,7 +410,7 @@ def fit_prefills(
     name: str,
     source: str,
     cluster: Cluster | None = None,
-    interval_of: IntervalOf | None = None,
+    interval_of: IntervalOf,
     on_progress: OnProgress | None = None,
 ) -> PrefillFit:
     """Fit an engine's terms to the cases, and make a profile called `name` with the fitted engine.
@@ -413,8 +418,7 @@ def fit_prefills(
     prior: the engine whose values and spreads are the terms' priors; None: PRIOR_ENGINE.
     source: origin of the rows, in a few words. Rows that repeat a case are left out together.
     cluster: cluster of the rows, which the profile takes if it names none.
-    interval_of: prediction intervals for the coverage (share of left-out rows inside them); None: intervals from the
-    spread of the errors.
+    interval_of: prediction intervals for the coverage, the share of left-out rows inside them.
     """
     measured_s = np.array([case.row.ttft_s for case in cases])
     sizes = [case.scenario.request.new_tokens for case in cases]
@@ -460,13 +464,12 @@ def fit_prefills(
         before_s=np.array([case.ttft_s() for case in cases]),
         solution=solution,
     )
-    return fit if interval_of is None else _with_coverage(fit, cases, interval_of)
+    return _with_coverage(fit, cases, interval_of)
 
 
 def _engine_fit(solution: Solution, measured_s: Array, source: str) -> EngineFit:
+    """Errors of the fit; `_with_coverage` sets the coverage, which needs the fitted engine."""
     after, left_out = (Errors.of(seconds, measured_s) for seconds in (solution.after_s, solution.left_out_s))
-    log_sd = left_out_log_sd(solution.left_out_s, measured_s)
-    inside = np.abs(np.log(solution.left_out_s / measured_s)) <= DEVIATES_OF_80_PERCENT * log_sd
     return EngineFit(
         source=source,
         num_rows=len(measured_s),
@@ -475,8 +478,8 @@ def _engine_fit(solution: Solution, measured_s: Array, source: str) -> EngineFit
         left_out_mape=left_out.mape,
         left_out_median_ape=left_out.median_ape,
         left_out="row",
-        log_sd=log_sd,
-        coverage=float(np.mean(inside)),
+        log_sd=left_out_log_sd(solution.left_out_s, measured_s),
+        coverage=0.0,
     )
 
 

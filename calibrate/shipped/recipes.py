@@ -12,12 +12,12 @@ import re
 import subprocess
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 from calibrate.data import OPERATIONS, Measurement
 from calibrate.fit.attention import fit_latent_section
@@ -32,7 +32,7 @@ from calibrate.importers import read_source
 from kvrsim.engine import PRIOR_ENGINE
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.hardware import load_gpu, load_link
-from kvrsim.io.schema import JsonObject, read, write_json
+from kvrsim.io.schema import JsonObject, Range, read, write_json
 from kvrsim.kernels.profile import OPERATION_KINDS, CalibrationProfile
 
 VIDUR_URL = "https://github.com/microsoft/vidur"
@@ -40,86 +40,82 @@ _VIDUR_FILE = re.compile(r"vidur@([0-9a-f]{7,40}):([^?]+)((?:\?.*)?)")
 _UNFILLED = re.compile(r"aisimulate:(?:.*:)?[^/:]+/vllm\b")
 _RECIPES = Path(__file__).with_suffix(".json")
 _ROOT = Path(__file__).parents[2]
-_KEYS = (
-    *("gpu", "link", "message_sms", "attention_kernel", "hidden_size", "sources", "compare"),
-    *("elementwise", "engine", "sections", "description", "not_covered"),
-)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """A source, and the operations that a recipe takes from it."""
+
+    source: str
+    operations: tuple[str, ...]  # some of OPERATIONS
+
+    def __post_init__(self) -> None:
+        for operation in self.operations:
+            if operation not in OPERATIONS:
+                raise InputError("operations", operation, ", ".join(OPERATIONS))
+        if "gemm" in self.operations and _UNFILLED.match(self.source):
+            raise InputError("source", self.source, "for gemm a table of random data (sglang, trtllm)")
+
+    def rows(self, vidur: Path) -> list[Measurement]:
+        """The rows of the operations; `vidur`: a clone of microsoft/vidur."""
+        return [row for row in read_public(self.source, vidur) if row.operation in self.operations]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """The sources and settings of one shipped profile."""
 
-    name: str
-    data: JsonObject  # data of recipes.json; sources of aisimulate include the wheel
-    vidur: Path  # path of a clone of microsoft/vidur
+    gpu: str
+    link: str
+    attention_kernel: str
+    description: str
+    not_covered: str
+    sources: tuple[Table, ...]
+    compare: tuple[Table, ...] = ()  # other tables of the GPU, which are not fitted
+    hidden_size: tuple[int, int] | None = None
+    elementwise: AssumedElementwise | None = None
+    message_sms: Annotated[int, Range(least=0)] = 0
+    engine: str = PRIOR_ENGINE
+    sections: Mapping[str, Any] = field(default_factory=dict)  # sources by name in SECTIONS
 
     @classmethod
-    def read(cls, name: str, vidur: Path, aisimulate: Path | None = None) -> Recipe:
+    def read(cls, name: str, aisimulate: Path | None = None) -> Recipe:
         """Read a recipe. `aisimulate`: wheel or folder; None: the installed package. InputError for an unknown name."""
+        if name not in recipe_names():
+            raise InputError("NAME", name, ", ".join(recipe_names()))
         text = _RECIPES.read_text("utf-8")
         if aisimulate is not None:
             text = text.replace("aisimulate:", f"aisimulate:{aisimulate}:")
-        known = JsonObject(fields=json.loads(text), where="recipes")
-        if name not in recipe_names():
-            raise InputError("NAME", name, ", ".join(recipe_names()))
-        data = known.child(name)
-        data.only(_KEYS)
-        return cls(name=name, data=data, vidur=vidur)
+        return read(cls, JsonObject(fields=json.loads(text), where="recipes").child(name))
 
-    def rows(
-        self, prefix: str = "", operations: Collection[str] | None = None, key: str = "sources"
-    ) -> list[Measurement]:
-        """Rows of all sources that begin with `prefix`; the key "compare" has tables that are not fitted.
-
-        operations: operations to keep; None: those that the recipe takes from each source. Raises InputError for
-        products from vLLM's tables, whose weights are uninitialised memory.
-        """
-        found = []
-        for part in self.data.children(key) if self.data.has(key) else ():
-            part.only(("source", "operations"))
-            listed = part.sequence("operations")
-            if not set(listed) <= set(OPERATIONS):
-                raise part.error("operations", ", ".join(OPERATIONS))
-            if "gemm" in listed and _UNFILLED.match(part.text("source")):
-                raise part.error("source", "for gemm a table of random data (sglang, trtllm)")
-            wanted = listed if operations is None else operations
-            if part.text("source").startswith(prefix):
-                found += [row for row in read_public(part.text("source"), self.vidur) if row.operation in wanted]
-        return found
-
-    def fit(self) -> FitReport:
-        """The report with the profile as it ships."""
-        data = self.data
-        rows, message_sms = self.rows(), data.integer("message_sms", 0, minimum=0)
-        sizes = [int(size) for size in data.numbers("hidden_size")] if data.has("hidden_size") else []
+    def fit(self, name: str, vidur: Path) -> FitReport:
+        """The report with the profile as it ships; `vidur`: a clone of microsoft/vidur."""
         profile, report = fit_profile(
-            rows,
+            [row for table in self.sources for row in table.rows(vidur)],
             Label(
-                name=self.name,
-                description=data.text("description"),
-                not_covered=data.text("not_covered"),
+                name=name,
+                description=self.description,
+                not_covered=self.not_covered,
                 provenance={
-                    "command": f"python -m calibrate.shipped.recipes {self.name} --vidur CLONE",
+                    "command": f"python -m calibrate.shipped.recipes {name} --vidur CLONE",
                     "assumed": "host clock (a dozen launches of 5 us a layer); messages beside computation"
-                    + f", which hold {message_sms} multiprocessors" * (message_sms > 0),
+                    + f", which hold {self.message_sms} multiprocessors" * (self.message_sms > 0),
                 },
             ),
-            gpu=load_gpu(data.text("gpu")),
-            link=load_link(data.text("link")),
+            gpu=load_gpu(self.gpu),
+            link=load_link(self.link),
             host=DEFAULT_HOST,
             choices=FitChoices(
-                attention_kernel=data.text("attention_kernel"),
+                attention_kernel=self.attention_kernel,
                 keep_shapes=builtin_shapes(),
-                others=self.rows(key="compare"),
-                hidden_size=(sizes[0], sizes[1]) if len(sizes) == 2 else None,
-                elementwise=read(AssumedElementwise, data.child("elementwise")) if data.has("elementwise") else None,
+                others=[row for table in self.compare for row in table.rows(vidur)],
+                hidden_size=self.hidden_size,
+                elementwise=self.elementwise,
             ),
-            argument=self.name,
+            argument=name,
         )
-        links = replace(profile.links, message_sms=message_sms)
-        profile = replace(profile, links=links, engine=data.text("engine", PRIOR_ENGINE))
-        return fit_sections(replace(report, profile=profile), data)
+        links = replace(profile.links, message_sms=self.message_sms)
+        return fit_sections(replace(report, profile=replace(profile, links=links, engine=self.engine)), self.sections)
 
 
 def read_public(text: str, vidur: Path) -> list[Measurement]:
@@ -154,12 +150,14 @@ SECTIONS: Mapping[str, SectionFit] = MappingProxyType(
 )
 
 
-def fit_sections(report: FitReport, recipe: JsonObject, fits: Mapping[str, SectionFit] = SECTIONS) -> FitReport:
-    """Fit the sections that the recipe lists, and return the report with the new profile.
+def fit_sections(
+    report: FitReport, sections: Mapping[str, Any], fits: Mapping[str, SectionFit] = SECTIONS
+) -> FitReport:
+    """Fit the sections of a recipe, and return the report with the new profile.
 
     Raises InputError for an unknown section.
     """
-    listed = recipe.child("sections") if recipe.has("sections") else JsonObject(fields={}, where=recipe.where)
+    listed = JsonObject(fields=sections, where="recipes: sections")
     listed.only(tuple(fits))
     profile = report.profile
     fitted = {name: fits[name](listed.child(name), profile) for name in fits if listed.has(name)}
@@ -194,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     details.mkdir(parents=True, exist_ok=True)
     try:
         for name in options.names or recipe_names():
-            report = Recipe.read(name, options.vidur, options.aisimulate).fit()
+            report = Recipe.read(name, options.aisimulate).fit(name, options.vidur)
             report.profile.write(_ROOT / "kvrsim" / "data" / "profiles" / f"{name}.json")
             write_json(details / f"{name}.json", report)
             fits = report.profile.operations

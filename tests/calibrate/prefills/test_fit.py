@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,8 +53,16 @@ def measured(engine: Engine, lengths: tuple[int, ...] = LENGTHS, noise: float = 
     return cases_of([replace(row(length), ttft_s=one) for length, one in zip(lengths, seconds, strict=True)])
 
 
-def fitted(cases: tuple[PrefillCase, ...]) -> PrefillFit:
-    return fit_prefills(cases, PROFILE, PRIOR, name="mine", source="rows.csv")
+def wide(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_s: float) -> Interval:
+    return Interval(low_s=ttft_s / 10, high_s=ttft_s * 10, by_source={})
+
+
+def narrow(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_s: float) -> Interval:
+    return Interval(low_s=ttft_s, high_s=ttft_s, by_source={})
+
+
+def fitted(cases: Sequence[PrefillCase], prior: Engine = PRIOR, **options: Any) -> PrefillFit:
+    return fit_prefills(cases, PROFILE, prior, name="mine", source="rows.csv", **{"interval_of": wide} | options)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +93,7 @@ def test_slower_kernels_are_not_taken_for_seconds_of_tokens() -> None:
     lengths = (1024, 2048, 4096, 8192, 16384)
     seconds = [case.ttft_s() for case in cases_of([*map(row, lengths)], slow)]
     rows = [replace(row(length), ttft_s=one) for length, one in zip(lengths, seconds, strict=True)]
-    fit = fit_prefills(cases_of(rows, prior), PROFILE, prior, name="mine", source="rows.csv")
+    fit = fitted(cases_of(rows, prior), prior)
     (predicted,), (true,) = (cases_of([row(8192, model="llama-2-13b")], one) for one in (fit.engine, slow))
     assert predicted.ttft_s() == pytest.approx(true.ttft_s(), rel=0.03)
 
@@ -110,9 +120,9 @@ def test_seconds_a_token_are_found_where_the_prior_knows_none() -> None:
     unknowing = replace(PRIOR, host=replace(PRIOR.host, token_s=0.0))
     client = replace(TRUTH, host=replace(TRUTH.host, token_s=1.5e-5))
     cases = [replace(case, scenario=replace(case.scenario, engine=unknowing)) for case in measured(client)]
-    found = fit_prefills(cases, PROFILE, unknowing, name="mine", source="rows.csv")
+    found = fitted(cases, unknowing)
     assert found.engine.host.token_s == pytest.approx(1.5e-5, rel=0.2)
-    alone = fit_prefills(cases[:1], PROFILE, unknowing, name="mine", source="rows.csv")
+    alone = fitted(cases[:1], unknowing)
     assert alone.engine.host.token_s == 0.0
 
 
@@ -152,21 +162,15 @@ def test_the_profile_names_the_cluster_of_the_rows(fit: PrefillFit) -> None:
     found = make_cases([row(1024)], PROFILE, partition_of, {"engine": PRIOR})
     assert found.cluster is not None
     assert (found.cluster.name, found.cluster.num_gpus) == ("h100-nvlink", 8)
-    with_cluster = fit_prefills(found.cases, PROFILE, PRIOR, name="mine", source="rows", cluster=found.cluster)
+    with_cluster = fitted(found.cases, cluster=found.cluster)
     assert make_scenario(ctx=1024, profile=with_cluster.profile)[0].cluster.gpu.name == PROFILE.gpu
 
 
 def test_coverage_is_that_of_intervals_around_predictions_without_the_row() -> None:
     cases = measured(TRUTH, (1024, 4096))
 
-    def wide(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_s: float) -> Interval:
-        return Interval(low_s=ttft_s / 10, high_s=ttft_s * 10, by_source={})
-
-    def narrow(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_s: float) -> Interval:
-        return Interval(low_s=ttft_s, high_s=ttft_s, by_source={})
-
     for interval_of, coverage in ((wide, 1.0), (narrow, 0.0)):
-        found = fit_prefills(cases, PROFILE, PRIOR, name="mine", source="rows", interval_of=interval_of)
+        found = fitted(cases, interval_of=interval_of)
         assert found.engine.fit is not None
         assert found.engine.fit.coverage == coverage
         assert found.profile.engine == found.engine

@@ -11,7 +11,7 @@ import pytest
 
 from calibrate.fit.fit import Comparison, Fitted
 from calibrate.fit.report import FitReport
-from calibrate.shipped.recipes import Recipe, fit_sections, recipe_names
+from calibrate.shipped.recipes import Recipe, Table, fit_sections, recipe_names
 from kvrsim.errors import InputError
 from kvrsim.hardware import load_gpu
 from kvrsim.io.schema import JsonObject
@@ -28,31 +28,27 @@ def fit(part: JsonObject, profile: CalibrationProfile) -> Fitted[Any]:
     return Fitted(rates=rates, source="a test", own=own, cross_validated=own, seen={})
 
 
-def recipe(**sections: Any) -> JsonObject:
-    return JsonObject(fields={"sections": sections}, where="recipes")
-
-
 def test_only_the_section_changes() -> None:
-    found = fit_sections(SHIPPED, recipe(elementwise={"start_s": 1.0}), fits={"elementwise": fit})
+    found = fit_sections(SHIPPED, {"elementwise": {"start_s": 1.0}}, fits={"elementwise": fit})
     assert found.profile.kernels.elementwise.start_s == 1.0
     assert found.profile.operations["elementwise"].mape == pytest.approx(0.1)
     assert list(found.profile.operations) == list(PROFILE.operations)
     kernels = replace(found.profile.kernels, elementwise=PROFILE.kernels.elementwise)
     assert replace(found.profile, kernels=kernels, operations=PROFILE.operations) == PROFILE
-    assert fit_sections(SHIPPED, JsonObject(fields={}, where="recipes"), fits={"elementwise": fit}).profile == PROFILE
+    assert fit_sections(SHIPPED, {}, fits={"elementwise": fit}).profile == PROFILE
 
 
 def test_a_section_that_is_unknown_is_named() -> None:
     with pytest.raises(InputError, match="other"):
-        fit_sections(SHIPPED, recipe(other={}), fits={"elementwise": fit})
+        fit_sections(SHIPPED, {"other": {}}, fits={"elementwise": fit})
 
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_each_recipe_has_shipped(name: str) -> None:
     assert name in builtin_profiles()
-    profile, recipe = load_profile(name), Recipe.read(name, Path())
-    assert (profile.gpu, profile.links.link) == (recipe.data.text("gpu"), recipe.data.text("link"))
-    assert profile.description == recipe.data.text("description")
+    profile, recipe = load_profile(name), Recipe.read(name)
+    assert (profile.gpu, profile.links.link) == (recipe.gpu, recipe.link)
+    assert profile.description == recipe.description
     assert profile.attention_kernels == ("flash",)
     gpu = load_gpu(profile.gpu)
     assert profile.kernels.gemm.flops_per_s <= gpu.peak_flops["bf16"]
@@ -60,19 +56,16 @@ def test_each_recipe_has_shipped(name: str) -> None:
 
 
 def test_tables_of_an_unpacked_wheel_are_those_of_the_recipe(tmp_path: Path) -> None:
-    sparse = Recipe.read("b200-flash", Path(), tmp_path).data.child("sections").child("sparse")
-    assert sparse.text("keys") == f"aisimulate:{tmp_path}:b200_sxm/sglang/0.5.14"
-    installed = Recipe.read("b200-flash", Path()).data.child("sections").child("sparse")
-    assert installed.text("keys") == "aisimulate:b200_sxm/sglang/0.5.14"
+    for place, inside in ((tmp_path, f"{tmp_path}:"), (None, "")):
+        sparse = Recipe.read("b200-flash", place).sections["sparse"]
+        assert sparse["keys"] == f"aisimulate:{inside}b200_sxm/sglang/0.5.14"
 
 
 def test_unknown_recipe_is_refused() -> None:
     with pytest.raises(InputError, match="NAME: got 'z100', accepted: a100-flash"):
-        Recipe.read("z100", Path())
+        Recipe.read("z100")
 
 
 def test_products_of_unfilled_memory_are_refused() -> None:
-    source = {"source": "aisimulate:a100_sxm/vllm/0.14.0", "operations": ["gemm"]}
-    recipe = Recipe(name="mine", data=JsonObject(fields={"sources": [source]}, where="recipes"), vidur=Path())
-    with pytest.raises(InputError, match=r"sources\[0\].source: .* accepted: for gemm a table of random data"):
-        recipe.rows()
+    with pytest.raises(InputError, match=r"source: .* accepted: for gemm a table of random data"):
+        Table(source="aisimulate:a100_sxm/vllm/0.14.0", operations=("gemm",))
