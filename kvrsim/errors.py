@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+NOT_WRITTEN = 74  # exit code of a command whose answer is complete if one of its files could not be written
+
 
 class KvrsimError(Exception):
     """Base of every error that kvrsim raises on purpose."""

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
-import typer
 
 from kvrsim.cli.main import app
 
@@ -39,7 +38,7 @@ def pages() -> Iterator[tuple[str, str]]:
 
 def helps() -> Iterator[tuple[str, str]]:
     """Help texts of commands and options."""
-    todo: list[tuple[str, click.Command]] = [("kvrsim", typer.main.get_command(app))]
+    todo: list[tuple[str, click.Command]] = [("kvrsim", app)]
     for path, command in todo:
         context = click.Context(command)
         yield f"{path} --help", " ".join((command.help or "").split())

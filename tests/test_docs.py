@@ -16,7 +16,6 @@ from pathlib import Path
 
 import click
 import pytest
-import typer
 
 from kvrsim.cli import main as cli
 
@@ -78,7 +77,7 @@ def first_shown() -> dict[str, list[PageCommand]]:
 
 def parse(arguments: tuple[str, ...]) -> None:
     """Parse a command as `kvrsim` does, without running it."""
-    command: click.Command = typer.main.get_command(cli.app)
+    command: click.Command = cli.app
     context = command.make_context("kvrsim", list(arguments[:1]), resilient_parsing=True)
     if arguments[0].startswith("--"):
         assert arguments[0] in [name for parameter in command.params for name in parameter.opts]
@@ -144,7 +143,7 @@ def test_the_python_of_a_page(page: Path, tmp_path: Path, monkeypatch: pytest.Mo
 def test_commands_in_a_sentence_exist(page: Path) -> None:
     text = BLOCK.sub("", page.read_text("utf-8"))
     for shown in re.findall(r"`kvrsim ([a-z][^`]*)`", text):
-        command: click.Command = typer.main.get_command(cli.app)
+        command: click.Command = cli.app
         words = shown.split()
         while hasattr(command, "commands") and words and re.fullmatch("[a-z]+", words[0]):
             context = click.Context(command)

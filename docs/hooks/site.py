@@ -12,12 +12,12 @@ from typing import Any
 
 import click
 import nbformat
-import typer
 from mkdocs.structure.files import File, Files
 from nbconvert import MarkdownExporter
 
 import kvrsim
-from kvrsim.cli.main import GROUPS, app, sections_of
+from kvrsim.cli.help import sections_of
+from kvrsim.cli.main import GROUPS, app
 
 ROOT = Path(__file__).parents[2]
 # Pages of the site whose source is outside docs/: path in the site -> path in the repository.
@@ -96,7 +96,7 @@ def _notebook(path: Path, files: Files, config: Any) -> None:
 
 def command_line() -> str:
     """Every command with its options, from the code."""
-    program = typer.main.get_command(app)
+    program = app
     assert isinstance(program, click.Group) or hasattr(program, "commands")
     lines = ["# Command line", "", "Generated from the code. `kvrsim COMMAND --help` prints the same.", ""]
     context = click.Context(program, info_name="kvrsim")
@@ -133,7 +133,7 @@ def _function(name: str, function: Any) -> str:
 
 def _command(command: Any, path: str, parent: click.Context, level: int) -> list[str]:
     context = click.Context(command, info_name=path.rsplit(" ", 1)[1], parent=parent)
-    lines = [f"{'#' * level} {path}", "", *_paragraphs(command.help or ""), ""]
+    lines = [f"{'#' * level} {path}", "", *(command.help or "").splitlines(), ""]
     if hasattr(command, "commands"):
         for name in command.list_commands(context):
             lines += _command(command.get_command(context, name), f"{path} {name}", context, level + 1)
@@ -144,9 +144,4 @@ def _command(command: Any, path: str, parent: click.Context, level: int) -> list
         for name, text in records:
             if "--help" not in name:
                 lines += [f"`{name}`", f":   {' '.join(text.split()).replace('<', '&lt;')}", ""]
-    return [*lines, ""]
-
-
-def _paragraphs(text: str) -> list[str]:
-    lines = text.strip().replace("\b\n", "").splitlines()
-    return [re.sub(r"^Example: (.*)", r"Example: `\1`", line) for line in lines]
+    return [*lines, f"Example: `{command.example}`", "", ""]

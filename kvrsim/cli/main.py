@@ -9,15 +9,15 @@ import gc
 import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from typing import Annotated, Any
 
-import typer
-from typer.core import TyperCommand, TyperGroup
+import click
+from click.exceptions import Exit
 
-from kvrsim.errors import KvrsimError
+from kvrsim.cli.help import SETTINGS, Command, Group, write_options
+from kvrsim.errors import NOT_WRITTEN, KvrsimError
 from kvrsim.text import printable
 from kvrsim.version import __version__
 
@@ -26,9 +26,8 @@ BUG = 70
 INTERRUPTED = 130
 BROKEN_PIPE = 141  # exit code of a process that SIGPIPE ended, as shells report it
 ENDED = (129, 143)  # exit codes after SIGHUP and SIGTERM, as shells report them
-_EXAMPLE = "Example: "
 _ROOM = "kvrsim.cli.commands"
-# Commands by title in the help: summary, module, and the name of the function or typer.Typer in the module.
+# Commands by title in the help: summary, module, and the name of the function or Group in the module.
 GROUPS = {
     "Plan": {
         "plan": ("Say what to run, which TTFT to promise, and what limits it.", "plan:plan"),
@@ -59,54 +58,25 @@ GROUPS = {
 COMMANDS = {name: about for commands in GROUPS.values() for name, about in commands.items()}
 
 
-class Command(TyperCommand):
-    """A command whose docstring may end with a paragraph `Example: kvrsim ...`."""
+class Program(Group):
+    """The program; each command is imported on first use."""
 
-    def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """Write the docstring without its example."""
-        whole = self.help
-        self.help = (whole or "").partition(_EXAMPLE)[0].rstrip()
-        super().format_help_text(ctx, formatter)
-        self.help = whole
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments, then options by section."""
-        write_options(self, ctx, formatter)
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the example."""
-        if example := " ".join((self.help or "").partition(_EXAMPLE)[2].split()):
-            with formatter.section("Example"):
-                formatter.write(f"{' ' * formatter.current_indent}{example}\n")
-
-
-class Group(TyperGroup):
-    """Commands with one-line summaries; `list` is the default command of a group that has it."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse `kvrsim models` and `kvrsim models --json` as `kvrsim models list ...`."""
-        if "list" in self.commands and (not args or args[0] in ("--json", "--format")):
-            args = ["list", *args]
-        return super().parse_args(ctx, args)
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands, then the options."""
-        self.format_commands(ctx, formatter)
-        write_options(self, ctx, formatter)
-
-
-class LazyGroup(Group):
-    """The program's commands; each is imported on first use."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: click.Context) -> list[str]:
         """List the commands in the order of COMMANDS."""
         return list(COMMANDS)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Make a command; None if the name is unknown."""
         return made(cmd_name) if cmd_name in COMMANDS else None
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
+    def invoke(self, ctx: click.Context) -> object:
+        """Run a command; an interruption ends it without the empty line that Click would print."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Exit(INTERRUPTED) from None
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List commands by purpose, without importing them, then options."""
         width = max(map(len, COMMANDS))
         for title, commands in GROUPS.items():
@@ -116,79 +86,35 @@ class LazyGroup(Group):
 
 
 @cache
-def made(name: str) -> Any:
-    """Import a command, and let Typer make it."""
+def made(name: str) -> click.Command:
+    """Import a command."""
     summary, where = COMMANDS[name]
     module, _, attribute = where.partition(":")
-    command = getattr(import_module(f"{_ROOM}.{module}"), attribute)
-    program = typer.Typer(add_completion=False, rich_markup_mode=None)
-    program.callback()(lambda: None)  # keeps the group even if it has a single command
-    if isinstance(command, typer.Typer):
-        for one in command.registered_commands:
-            one.cls = Command
-        program.add_typer(command, name=name, cls=Group, help=summary)
-    else:
-        program.command(name, cls=Command)(command)
-    return typer.main.get_group(program).commands[name]
+    found = getattr(import_module(f"{_ROOM}.{module}"), attribute)
+    command: click.Command = found if isinstance(found, Group) else click.command(cls=Command)(found)
+    command.name = name
+    command.help = command.help or summary
+    return command
 
 
-def write_options(command: Any, ctx: Any, formatter: Any) -> None:
-    """Write the parameters that the help shows, by section."""
-    from kvrsim.choices import ALL_OPTIONS
-
-    for title, records in sections_of(command, ctx, every=ALL_OPTIONS in ctx.meta):
-        with formatter.section(title):
-            formatter.write_dl(records)
-
-
-def sections_of(command: Any, ctx: Any, *, every: bool = True) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Parameters with their help: arguments, then options; many options are listed by section.
-
-    every: all options; else the most important ones.
-    """
-    from kvrsim.choices import FEW_OPTIONS, FIRST_OPTIONS, SECTIONS
-
-    params = [param for param in command.get_params(ctx) if param.get_help_record(ctx)]
-    places = {param.name.rstrip("_") for param in params if param.param_type_name != "option"}
-    options = [param for param in params if param.param_type_name == "option"]
-    if is_long := len(options) > FEW_OPTIONS + 2:  # then --help shows few options, and --help-all all
-        matters = {param.name for param in options if param.required}
-        others = {param.name for param in options} - matters - places
-        first = [name for name in FIRST_OPTIONS if name in others]
-        matters |= {"help", "help_all", *first[: FEW_OPTIONS - len(matters)]}
-    sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *SECTIONS, "Options")}
-    for param in params:
-        is_option = param in options
-        if is_option and is_long and not every and param.name not in matters:
-            continue
-        title = getattr(param, "rich_help_panel", None) or "Output"
-        title = "Arguments" if not is_option else title if is_long and every else "Options"
-        sections[title].append(param.get_help_record(ctx))
-    return ((title, records) for title, records in sections.items() if records)
-
-
-app = typer.Typer(
-    name="kvrsim",
-    cls=LazyGroup,
+@click.group(
+    "kvrsim",
+    cls=Program,
     help="Simulate and plan the prefill of large language models over several GPUs.",
     epilog="Begin with: kvrsim plan llama-3.1-70b 2x8xh100 --ctx 32k. Options of a command: kvrsim help COMMAND.",
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings=SETTINGS,
     invoke_without_command=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+    subcommand_metavar="COMMAND [ARGS]...",
 )
-
-
-@app.callback()
-def _kvrsim(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-) -> None:
+@click.option("--version", is_flag=True, help="Print the version.")
+@click.pass_context
+def app(context: click.Context, version: bool) -> None:
+    """Print the version or the help; a command follows otherwise."""
     if version:
-        typer.echo(f"kvrsim {__version__}")
-        raise typer.Exit
+        click.echo(f"kvrsim {__version__}")
+        context.exit()
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+        click.echo(context.get_help())
 
 
 def run() -> None:
@@ -217,24 +143,22 @@ def _open_closed_streams() -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; raises nothing."""
-    from kvrsim.cli.output import NOT_WRITTEN
-
     arguments = list(arguments)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:], "--help"]
     try:
         code = app(args=arguments, prog_name="kvrsim", standalone_mode=False)
         sys.stdout.flush()
-        if code == INTERRUPTED:  # Typer has handled Ctrl-C
+        if code == INTERRUPTED:
             return _fail(_interrupted(), INTERRUPTED)
         return code if isinstance(code, int) else 0
     except KvrsimError as error:
         from kvrsim.cli.mistakes import command_of, error_line
 
-        return _fail(f"error: {error_line(error, command_of(arguments, _program()))}", error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
+        return _fail(f"error: {error_line(error, command_of(arguments, app))}", error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
         return _fail(_interrupted(), INTERRUPTED)
-    except (BrokenPipeError, SystemExit) as error:  # Typer turns a broken pipe into an exit
+    except (BrokenPipeError, SystemExit) as error:  # Click turns a broken pipe into an exit
         if isinstance(error, SystemExit) and error.code in (0, *ENDED):
             return int(error.code or 0)  # after shell completion, or after a signal while ranks ran
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit needs an open file
@@ -254,25 +178,21 @@ def _interrupted() -> str:
     return f"interrupted: {', '.join(map(str, kept))} keeps what was done; the same command resumes"
 
 
-def _program() -> Any:
-    return typer.main.get_command(app)
-
-
 def _fail(message: str, code: int) -> int:
     try:
-        typer.echo(f"kvrsim: {printable(' '.join(message.split()))}", err=True)
+        click.echo(f"kvrsim: {printable(' '.join(message.split()))}", err=True)
     except OSError:  # the exit code still reports the failure
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the flush at exit needs an open file
     return code
 
 
 def _fail_unexpectedly(error: Exception, arguments: Sequence[str]) -> int:
-    """Report wrong use of the command line, which Typer raises as Click's exceptions, or a bug."""
-    from kvrsim.cli.mistakes import click_exception, command_of, usage_line
+    """Report wrong use of the command line, which Click raises, or a bug."""
+    from kvrsim.cli.mistakes import command_of, usage_line
     from kvrsim.cli.output import reason_of
 
-    if isinstance(error, click_exception()):
-        return _fail(f"error: {usage_line(error, command_of(arguments, _program()))}", WRONG_USE)
+    if isinstance(error, click.ClickException):
+        return _fail(f"error: {usage_line(error, command_of(arguments, app))}", WRONG_USE)
     return _fail(f"error: {reason_of(error)}", BUG)
 
 

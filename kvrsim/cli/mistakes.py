@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-import typer
-
 from kvrsim.errors import InputError, KvrsimError
 
 _FIRST_NAME = re.compile(r"^(?P<name>[a-z][a-z0-9_]*)(?=$|[: ])")
@@ -72,11 +70,6 @@ def command_of(arguments: Sequence[str], program: Any) -> Any:
     return program
 
 
-def click_exception() -> type[Exception]:
-    """Return Click's base class of errors; newer versions of Typer include Click."""
-    return next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
-
-
 def usage_line(error: Any, command: Any) -> str:
     """Click's error about a command in kvrsim's form: argument, value, accepted values, suggestion."""
     context: Any = getattr(error, "ctx", None)
@@ -118,5 +111,5 @@ def _spelling(param: Any) -> str:
 
 
 def _accepted(param: Any) -> str:
-    text = (getattr(param, "help", None) or "").rstrip(".")
+    text = (getattr(param, "about", None) or getattr(param, "help", None) or "").rstrip(".")
     return f"{getattr(param, 'metavar', None) or 'a value'} ({text})" if text else "a value"

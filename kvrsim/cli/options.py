@@ -6,14 +6,13 @@ import functools
 import inspect
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from kvrsim.arguments import (
     SEED,
@@ -33,6 +32,7 @@ from kvrsim.arguments import (
     switch,
 )
 from kvrsim.choices import ALL_OPTIONS, DEPLOY_ENGINES, DEVICES, FEW_OPTIONS, RANK_BACKENDS
+from kvrsim.cli.help import Place
 from kvrsim.errors import InputError
 from kvrsim.units import parse_seconds
 
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from planner.processes import Pool
 
 FORMATS = ("csv", "md")
-COMPLETION = "_KVRSIM_COMPLETE"  # environment variable of a shell that completes a command line (Typer)
 _DATA = Path(__file__).parents[1] / "data"
 _NAMED = {  # folder or file of kvrsim/data with the names of an option's values
     **{"model": "models", "cluster": "clusters", "profile": "profiles", "engine": "engines", "gpu": "gpus"},
@@ -55,7 +54,7 @@ JSON = switch("Print one JSON object instead of tables.")
 def takes(
     *groups: type[Arguments], fixed: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a Typer command from a function whose first parameters are these groups.
+    """Make a command of Click from a function whose first parameters are these groups.
 
     The command has an option for each of their fields, except those with a `fixed` value, and for each further
     parameter, whose default is an `option`, a `switch` or an `argument`. The model and the cluster of a question may
@@ -71,9 +70,8 @@ def takes(
         declared: dict[str, Field[Any]] = {one.name: one for group in groups for one in fields(group)}
         declared |= {one.name: one.default for one in own}
 
-        @functools.wraps(function)
         def command(**values: Any) -> None:
-            given = {name: value for name, value in values.items() if value is not None and name != _HELP_ALL.name}
+            given = {name: value for name, value in values.items() if value is not None}
             for name in places:
                 if (value := given.pop(f"{name}_", None)) is not None:
                     if name in given:
@@ -85,88 +83,67 @@ def takes(
             rest = {one.name: checked(given.get(one.name), one.name, one.default) for one in own}
             function(*parts, **rest)
 
-        parameters = [_place(name, declared[name]) for name in places]
+        parameters: list[click.Parameter] = [_place(name, declared[name]) for name in places]
         parameters += [
             _parameter(name, one, default=None if name in places else one.default)
             for name, one in declared.items()
             if name not in fixed
         ]
         if sum(not one.metadata["option"].positional for one in declared.values()) - len(fixed) > FEW_OPTIONS:
-            parameters.append(_HELP_ALL)
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+            parameters.append(_help_all())
+        command.__doc__, command.__click_params__ = function.__doc__, parameters[::-1]  # type: ignore[attr-defined]
         return command
 
     return decorate
 
 
-def _print_all_options(context: typer.Context, value: bool) -> None:
-    """Print the help of a command with every option, and end."""
-    if value:
-        context.meta[ALL_OPTIONS] = True
-        typer.echo(context.get_help())
-        raise typer.Exit
+def _help_all() -> click.Option:
+    """Make the option that prints the help with every option, and ends."""
+
+    def print_help(context: click.Context, _: click.Parameter, value: bool) -> None:
+        if value:
+            context.meta[ALL_OPTIONS] = True
+            click.echo(context.get_help())
+            context.exit()
+
+    about: Any = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": print_help}
+    return click.Option(["--help-all"], help="Show all options.", **about)
 
 
-_HELP_ALL = inspect.Parameter(
-    "help_all",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
-        bool,
-        typer.Option("--help-all", help="Show all options.", is_eager=True, callback=_print_all_options),
-    ],
-)
-
-
-def _place(name: str, declared: Field[Any]) -> inspect.Parameter:
+def _place(name: str, declared: Field[Any]) -> click.Argument:
     """Make a positional argument of a command; it sets the option of the same name."""
-    about: Any = typer.Argument(metavar=name.upper(), help=declared.metadata["option"].help, show_default=False)
-    return inspect.Parameter(
-        f"{name}_", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, about]
-    )
+    return Place([f"{name}_"], metavar=name.upper(), required=False, about=declared.metadata["option"].help)
 
 
-def _parameter(name: str, declared: Field[Any], default: Any) -> inspect.Parameter:
-    """Make a parameter of Typer from an argument; its values are texts, which the argument's check reads."""
+def _parameter(name: str, declared: Field[Any], default: Any) -> click.Parameter:
+    """Make a parameter of Click from an argument; its values are texts, which the argument's check reads."""
     known: Option = declared.metadata["option"]
     is_required = default is MISSING
-    if not (is_required or default is None or isinstance(default, bool)):
-        default = ",".join(default) if isinstance(default, tuple) else str(default)
-    kind: Any = (
-        bool if known.check is flag else list[str] if known.metavar.endswith("...") and known.positional else str
-    )
     if known.positional:
-        about: Any = typer.Argument(metavar=known.metavar, help=known.help)
+        count = -1 if known.metavar.endswith("...") else 1
+        return Place([name], metavar=known.metavar, required=is_required, nargs=count, about=known.help)
+    if known.check is flag:
+        about: dict[str, Any] = {"is_flag": True, "default": default}
     else:
-        spelling = known.spelling or (f"--{name.replace('_', '-')}",)
-        about = typer.Option(
-            *spelling,
-            metavar=known.metavar or None,
-            help=known.help,
-            rich_help_panel=known.section,
-            autocompletion=_completion(name, known.metavar) if COMPLETION in os.environ else None,
-        )
-    return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=inspect.Parameter.empty if is_required else default,
-        annotation=Annotated[kind | None if default is None else kind, about],
-    )
+        text = ",".join(default) if isinstance(default, tuple) else None if default is None else str(default)
+        about = {"metavar": known.metavar, "required": is_required, "show_default": True}
+        about |= {} if is_required else {"default": text}
+        about["shell_complete"] = functools.partial(_completion, name, known.metavar)
+    spelling = known.spelling or (f"--{name.replace('_', '-')}",)
+    made = click.Option([*spelling, name], help=known.help, **about)
+    made.section = known.section  # type: ignore[attr-defined]  # read by kvrsim.cli.help
+    return made
 
 
-def _completion(name: str, metavar: str) -> Callable[[str], list[str]]:
+def _completion(name: str, metavar: str, _context: object, _parameter: object, incomplete: str) -> list[str]:
     """Complete values of an option: shipped names, and words of the metavar, such as fp16|bf16."""
     words = re.findall(r"(?<![\w:])[a-z][a-z0-9-]*", metavar)
     if (path := _DATA / f"{_NAMED.get(name)}").is_dir():
         words += sorted(one.stem for one in path.glob("*.json"))
     elif (path := path.with_suffix(".json")).exists():
         words += [word for word in json.loads(path.read_text("utf-8")) if not word.startswith("_")]
-
-    def complete(incomplete: str) -> list[str]:
-        before, comma, last = incomplete.rpartition(",")
-        return [f"{before}{comma}{word}" for word in words if word.startswith(last)]
-
-    return complete
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{word}" for word in words if word.startswith(last)]
 
 
 def writable(value: object, parameter: str) -> str:

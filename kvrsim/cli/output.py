@@ -11,23 +11,23 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import typer
+import click
+from click.exceptions import Exit
 
 from kvrsim.cli.text import Part, markdown, show
-from kvrsim.errors import KvrsimError
+from kvrsim.errors import NOT_WRITTEN, KvrsimError
 from kvrsim.text import printable
 
 if TYPE_CHECKING:
     from kvrsim.cli.options import OutputArgs
 
 Rows = Sequence[Mapping[str, Any]]
-NOT_WRITTEN = 74  # exit code if the answer is complete but a file is not written
 ADVICE = "this is a bug in kvrsim; KVRSIM_TRACEBACK=1 shows where, please report it"
 
 
 def print_json(content: Mapping[str, Any]) -> None:
     """Print one JSON object; NaN and infinity raise ValueError."""
-    typer.echo(json.dumps(content, indent=2, allow_nan=False))
+    click.echo(json.dumps(content, indent=2, allow_nan=False))
 
 
 def print_answer(
@@ -50,7 +50,7 @@ def print_answer(
     for note in answer.get("warnings", ()):
         warn(f"note: {note}")
     if args.format == "md":
-        typer.echo(markdown(screen()))
+        click.echo(markdown(screen()))
     else:
         print_csv(answer[rows] if isinstance(rows, str) else rows())
 
@@ -75,7 +75,7 @@ def _cell(value: object) -> str:
 
 def warn(line: str) -> None:
     """Print a line for people on standard error."""
-    typer.echo(printable(f"kvrsim: {line}"), err=True)
+    click.echo(printable(f"kvrsim: {line}"), err=True)
 
 
 def warn_once(note: str) -> None:
@@ -89,7 +89,7 @@ def warn_once(note: str) -> None:
 def write_files(*outputs: tuple[str | None, Callable[[str], object]]) -> None:
     """Write files, each by its own function of the path; a path of None is skipped.
 
-    Prints one line per file on standard error: its path, or why writing it failed. After all files, raises typer.Exit
+    Prints one line per file on standard error: its path, or why writing it failed. After all files, raises Exit
     with NOT_WRITTEN if one or more failed.
     """
     sys.stdout.flush()
@@ -105,7 +105,7 @@ def write_files(*outputs: tuple[str | None, Callable[[str], object]]) -> None:
         else:
             warn(f"written: {path}")
     if failed:
-        raise typer.Exit(NOT_WRITTEN)
+        raise Exit(NOT_WRITTEN)
 
 
 def reason_of(error: Exception) -> str:

@@ -1,37 +1,39 @@
 """Text for people: tables, labelled facts and trees on a terminal, and the phrases that several commands share.
 
-The library Rich draws them; it is imported when something is shown, so that --json does not wait for it.
+Style codes are left out where the output is no terminal.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, repeat, zip_longest
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
 from kvrsim.text import in_markdown, markdown_table, printable
 from kvrsim.units import format_bytes, format_seconds
 from kvrsim.views.table import Table, Text, format_interval, format_partition, interval_title
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from kvrsim.closed_loop import ClosedLoop
     from kvrsim.hardware import Cluster, MemoryLimit
     from kvrsim.memory import RankMemory
     from kvrsim.noise import Distribution
     from kvrsim.results.question import Question
 
-_BLANKS_AT_END = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # blanks at a line's end, also before style codes
 _NO_TERMINAL = 118  # width of output to a file or a pipe
 _WIDE = 100  # width from which two blanks separate the columns of a table
+_STYLES: dict[str, dict[str, Any]] = {  # styles of texts, as click.style takes them
+    **{"bold": {"bold": True}, "dim": {"dim": True}},
+    **{"red": {"fg": "red"}, "yellow": {"fg": "yellow"}},
+}
 _PROSE = 24  # smallest width of a cell of several words
 
 
@@ -61,28 +63,69 @@ def show(*parts: Part) -> None:
     Prose is wrapped at the terminal's width, or at COLUMNS. A table that is wider than a terminal loses its optional
     columns; if it is still too wide, its rows are printed as lists. Without a terminal the table stays whole.
     """
-    typer.echo(page(parts, _console().width, terminal=sys.stdout.isatty()))
+    text = page(parts, get_terminal_size((_NO_TERMINAL, 1)).columns, terminal=sys.stdout.isatty())
+    click.echo(text, color=False if os.environ.get("NO_COLOR") else None)
 
 
 def page(parts: Sequence[Part], width: int, *, terminal: bool) -> str:
-    """Lines that `show` prints at a given width."""
-    from rich.segment import Segment, Segments
+    """Lines that `show` prints at a given width, with style codes on a terminal."""
+    fitted = (one for part in parts for one in _fitted(part, width, terminal=terminal))
+    text = "\n".join(line for part in fitted for line in _lines(part, width, terminal=terminal))
+    return text if terminal else click.unstyle(text)
 
-    drawn = []
-    for line in (line for part in parts for line in _fitted(part, width, terminal=terminal)):
-        room, gap = width, 1
-        if isinstance(line, Table):
-            if width >= _WIDE and not (terminal and natural_width(line, prose=_PROSE, gap=2) > width):
-                gap = 2
-            room = max(width, natural_width(line, gap=gap))
-        drawn.append((_drawn(line, gap), room))
-    console = _console(max((room for _, room in drawn), default=width))
-    with console.capture() as captured:
-        for line, room in drawn:
-            segments = console.render(line, console.options.update(width=room))
-            safe = [Segment(printable(segment.text), segment.style, segment.control) for segment in segments]
-            console.print(Segments(safe), end="")
-    return "\n".join(_BLANKS_AT_END.sub(r"\1", line) for line in captured.get().splitlines())
+
+def _lines(part: Part, width: int, *, terminal: bool) -> Iterator[str]:
+    """Lines of a text, of facts or of a table."""
+    if isinstance(part, str):
+        yield from _row([part], [width])
+    elif isinstance(part, Facts):
+        first = max((len(label) for label, _ in part.rows), default=0)
+        for row in part.rows:
+            yield from _row(row, [first, max(1, width - first - 1)], styles=(part.style, ""))
+    else:
+        gap = 2 if width >= _WIDE and not (terminal and natural_width(part, prose=_PROSE, gap=2) > width) else 1
+        widths = _table_widths(part, width - gap * (len(part.columns) - 1))
+        layout: Any = {"widths": widths, "numbers": [column.number for column in part.columns], "gap": " " * gap}
+        yield from _row([column.title for column in part.columns], **layout, styles=["bold"] * len(widths))
+        for cells, style in zip(part.texts(), part.styles, strict=True):
+            yield from _row(cells, **layout, styles=[style] * len(widths))
+
+
+def _row(
+    cells: Sequence[str],
+    widths: Sequence[int],
+    *,
+    styles: Sequence[str] = ("",),
+    numbers: Iterable[bool] = repeat(False),
+    gap: str = " ",
+) -> Iterator[str]:
+    """Lines of cells next to each other; numbers are aligned to the right."""
+    wrapped = [_wrapped(cell, width) for cell, width in zip(cells, widths, strict=True)]
+    about = [
+        (width, number, f"{style} {cell.style if isinstance(cell, Text) else ''}")
+        for cell, width, number, style in zip(cells, widths, numbers, styles, strict=False)
+    ]
+    for texts in zip_longest(*wrapped, fillvalue=""):
+        shown = (
+            " " * (number * (width - len(text))) + _styled(text, style) + " " * (not number and width - len(text))
+            for text, (width, number, style) in zip(texts, about, strict=True)
+        )
+        yield gap.join(shown).rstrip()
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Lines of a text at most `width` wide; longer words are split. Control characters are escaped."""
+    return [
+        line
+        for whole in printable(text).split("\n")
+        for line in textwrap.wrap(whole, width, replace_whitespace=False, break_on_hyphens=False) or [""]
+    ]
+
+
+def _styled(text: str, style: str) -> str:
+    """Mark up a text with the codes of a terminal; `style` names some of _STYLES."""
+    codes = {key: value for name in style.split() for key, value in _STYLES[name].items()}
+    return click.style(text, **codes) if text and codes else text
 
 
 def markdown(parts: Sequence[Part]) -> str:
@@ -126,50 +169,27 @@ def _stacked(table: Table) -> Iterator[str | Facts]:
 
 def natural_width(table: Table, *, prose: int = 0, gap: int = 1) -> int:
     """Smallest width that cuts off no number; `prose`: width to which cells of words wrap."""
-    from rich.cells import cell_len
+    return sum(_least_widths(table, prose)) + gap * (len(table.columns) - 1)
 
-    rows, total = table.texts(), gap * (len(table.columns) - 1)
+
+def _least_widths(table: Table, prose: float) -> list[int]:
+    """Smallest width of each column that cuts off no number; `prose`: width to which cells of words wrap."""
+    widths, rows = [], table.texts()
     for place, column in enumerate(table.columns):
-        texts = (column.title, *(cells[place] for cells in rows))
-        lines = [line for text in texts for line in text.split("\n")]
-        longest = max(map(cell_len, lines), default=0)
-        words = max((cell_len(word) for line in lines for word in line.split()), default=0)
-        total += max(words, min(longest, prose)) if column.wraps else longest
-    return total
+        lines = [line for text in (column.title, *(cells[place] for cells in rows)) for line in text.split("\n")]
+        longest = max(map(len, lines))
+        words = max((len(word) for line in lines for word in line.split()), default=0)
+        widths.append(max(words, int(min(longest, prose))) if column.wraps else longest)
+    return widths
 
 
-def _drawn(part: str | Table | Facts, gap: int) -> Any:
-    """Make the object that Rich draws."""
-    from rich.table import Table as Grid
-    from rich.text import Text as Styled
-
-    def styled(text: str, style: str = "") -> Styled:
-        return Styled(text, style=text.style if isinstance(text, Text) else style)
-
-    if isinstance(part, str):
-        return styled(part)
-    if isinstance(part, Facts):
-        grid = Grid.grid(padding=(0, 1, 0, 0))
-        grid.add_column(no_wrap=True, style=part.style)
-        grid.add_column(overflow="fold")
-        for label, text in part.rows:
-            grid.add_row(styled(label), styled(text))
-        return grid
-    grid = Grid(box=None, padding=(0, gap, 0, 0), pad_edge=False, header_style="bold")
-    for column in part.columns:
-        grid.add_column(column.title, justify="right" if column.number else "left", no_wrap=not column.wraps)
-    for cells, style in zip(part.texts(), part.styles, strict=True):
-        grid.add_row(*map(styled, cells), style=style or None)
-    return grid
-
-
-def _console(width: int | None = None) -> Console:
-    """Console of the given width, else of COLUMNS, else of the terminal, else of a fixed width."""
-    from rich.console import Console
-
-    if width is None and not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdigit():
-        width = _NO_TERMINAL
-    return Console(markup=False, highlight=False, emoji=False, width=width)
+def _table_widths(table: Table, room: int) -> list[int]:
+    """Widths of columns within a width: the widest columns of prose wrap, but no word is split."""
+    least, widths = _least_widths(table, 0), _least_widths(table, math.inf)
+    while sum(widths) > room and widths != least:
+        widest = max(range(len(widths)), key=lambda place: (widths[place] > least[place], widths[place]))
+        widths[widest] -= 1
+    return widths
 
 
 def show_tree(name: str, content: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ _ROUNDING_S = 1e-12  # smaller differences are rounding errors
 
 
 class Text(str):
-    """A text with a style of Rich, such as "bold" or "red"."""
+    """A text with a style, such as "bold" or "red"."""
 
     __slots__ = ("style",)
     style: str

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from kvrsim.arguments import (
     REQUIRED,
     Arguments,
@@ -29,6 +27,7 @@ from kvrsim.arguments import (
 )
 from kvrsim.choices import ATTENTIONS, DEVICES
 from kvrsim.cli.commands.catalogue import TERM_MEANINGS
+from kvrsim.cli.help import Group
 from kvrsim.cli.options import JSON, output, require_torch, takes, writable
 from kvrsim.cli.output import print_json, warn
 from kvrsim.cli.progress import Progress
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from calibrate.prefills.fit import Errors, FittedTerm, PrefillCheck, PrefillFit
     from kvrsim.scenario import Scenario
 
-app = typer.Typer()
+app = Group()
 _ROWS = "Write the measurements as CSV."
 _COMPUTE_SHARE = 0.75  # share of `--minutes` that `calibrate all` spends on layers
 _USUAL_LINK = "pcie4-x16"  # link assumed for a device that no built-in cluster has

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import typer
+from click.exceptions import Exit
 
 from kvrsim.arguments import OF_REQUESTS, BudgetArgs, DeploymentArgs, FleetArgs, entry, strategy_list
 from kvrsim.cli.commands.plan import show_launch
@@ -72,7 +72,7 @@ def capacity(
     print_answer(output, (launch or result).to_dict, result.rows, lambda: capacity_screen(result))
     write_files((output.plot, result.write_plot))
     if not result.feasible:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 _SHOWN = 6  # number of fleets shown

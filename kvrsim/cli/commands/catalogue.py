@@ -8,9 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from kvrsim.arguments import argument, option
+from kvrsim.cli.help import Group
 from kvrsim.cli.options import JSON, OutputArgs, takes
 from kvrsim.cli.output import print_answer, print_json
 from kvrsim.cli.text import Facts, Part, show, show_tree
@@ -53,9 +52,9 @@ class Shelf:
         return [table, *([""] if notes else []), *notes]
 
 
-def _commands(kind: str, shelf: Callable[[], Shelf], names: str, known: str, listing: str, showing: str) -> typer.Typer:
+def _commands(kind: str, shelf: Callable[[], Shelf], names: str, known: str, listing: str, showing: str) -> Group:
     """Make `list` and `show` of a kind; `names` and `known` are a name's metavar and help."""
-    program = typer.Typer()
+    program = Group()
 
     def list_all(answer: OutputArgs) -> None:
         answer.check()

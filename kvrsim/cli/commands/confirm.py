@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
+from click.exceptions import Exit
 
 from kvrsim.arguments import Arguments, MeasuredArgs, count, entry, flag, number, quantity, strategy_list
 from kvrsim.cli.commands.run import FIXED
@@ -135,7 +135,7 @@ def confirm(
         print_answer(answer, result.to_dict, "candidates", lambda: confirmation_screen(result))
         write_files((files.trace, lambda path: write_traces(result, path)), (files.plot, result.write_plot))
     if not result.ok:
-        raise typer.Exit(NOT_MET)
+        raise Exit(NOT_MET)
 
 
 def _search(scenario: Scenario, machine: Hardware, minutes: float, output: Path, *, json: bool) -> None:

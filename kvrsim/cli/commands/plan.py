@@ -7,7 +7,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import typer
+import click
+from click.exceptions import Exit
 
 from kvrsim.arguments import NoiseArgs, PlanArgs, PoolArgs, ScenarioArgs, UsersArgs, entry, flag
 from kvrsim.cli import text as lines
@@ -88,7 +89,7 @@ def plan(
         )
     missed = result.promise is not None and result.promise.meets is False
     if not result.feasible or missed or (deploy.emit is not None and launch is None):
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _check_length(args: ScenarioArgs) -> None:
@@ -234,9 +235,9 @@ def _noise_rows(plan: Plan) -> Iterator[lines.Row]:
 
 def show_launch(launch: Launch) -> None:
     """Print the command, then its files; notes go to standard error."""
-    typer.echo(printable(launch.command))
+    click.echo(printable(launch.command))
     for name, text in launch.files.items():
-        typer.echo(f"\n# {printable(name)}\n{text.rstrip()}")
-    typer.echo("")
+        click.echo(f"\n# {printable(name)}\n{text.rstrip()}")
+    click.echo("")
     for note in launch.notes:
         warn(f"note: {note}")

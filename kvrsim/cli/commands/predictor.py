@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
-
 from kvrsim.arguments import REQUIRED, BudgetArgs, PredictorArgs, argument, count, option, text, tokens, tokens_or_none
+from kvrsim.cli.help import Group
 from kvrsim.cli.options import JSON, BuildArgs, output, pool_of, takes
 from kvrsim.cli.output import print_json, warn
 from kvrsim.cli.progress import Progress
@@ -15,7 +14,7 @@ from kvrsim.units import format_seconds
 from kvrsim.version import __version__
 from kvrsim.views.table import format_interval
 
-app = typer.Typer()
+app = Group()
 _STRATEGY = "What the GPUs run; best: the fastest that fits and that some engine has."
 
 

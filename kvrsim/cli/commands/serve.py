@@ -219,7 +219,7 @@ def serve(
     """
     import webbrowser
 
-    import typer
+    import click
 
     try:
         import uvicorn
@@ -229,7 +229,7 @@ def serve(
         raise InputError("serve", error.name, "starlette and uvicorn, by: pip install 'kvrsim[serve]'") from None
     first = {name: value for name, value in {"model": model, "cluster": cluster, "ctx": ctx}.items() if value}
     address = f"http://127.0.0.1:{port}/{token}/" + (f"#{urlencode(first)}" if first else "")
-    typer.echo(f"kvrsim serve: {address}  (Ctrl-C ends it)")
+    click.echo(f"kvrsim serve: {address}  (Ctrl-C ends it)")
     threading.Thread(target=_warm_up, daemon=True).start()
     if not no_browser:
         webbrowser.open(address)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from kvrsim.arguments import REQUIRED, BudgetArgs, ScenariosArgs, argument, count, option, text, tokens
+from kvrsim.cli.help import Group
 from kvrsim.cli.options import JSON, BuildArgs, OutputArgs, output, pool_of, takes
 from kvrsim.cli.output import print_answer, print_json, warn
 from kvrsim.cli.progress import Progress
@@ -17,7 +16,7 @@ from kvrsim.views.table import Text, columns, format_partition, narrowing
 if TYPE_CHECKING:
     from planner.table.table import PartitionTable, TableLookup
 
-app = typer.Typer()
+app = Group()
 FILE = argument("TABLE", "A file that kvrsim table build has written.")
 _STRATEGY = "A strategy over single GPUs whose chunks are searched."
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-import typer
+from click.exceptions import Exit
 
+from kvrsim.cli.help import Group
 from kvrsim.cli.options import OutputArgs, takes
 from kvrsim.cli.output import print_answer
 from kvrsim.cli.progress import Progress
@@ -16,18 +17,13 @@ from kvrsim.errors import KvrsimError
 from kvrsim.units import format_seconds
 from kvrsim.views.table import Table, columns
 
-app = typer.Typer()
+app = Group()
 
 
 class NotACheckoutError(KvrsimError):
     """The published figures are missing, because they are not part of the package."""
 
     exit_code = 2
-
-
-@app.callback()
-def _validate() -> None:
-    """Keep `published` a command of a group; Typer would drop the name of a single command."""
 
 
 @app.command("published")
@@ -51,7 +47,7 @@ def published(answer: OutputArgs) -> None:
         result: dict[str, Any] = cases.run()
     print_answer(answer, lambda: result, "rows", lambda: validation_screen(result))
     if result.get("ok") is False:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def validation_screen(result: Mapping[str, Any]) -> list[Part]:

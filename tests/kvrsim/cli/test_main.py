@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvrsim.cli import main as cli
-from kvrsim.cli.output import NOT_WRITTEN
+from kvrsim.errors import NOT_WRITTEN
 from kvrsim.strategies import STRATEGIES
 from tests.building.commands import answer, screen
 

@@ -7,7 +7,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import typer
 
 import kvrsim
 from kvrsim.cli.main import app
@@ -35,13 +34,13 @@ from tests.building.commands import refusal
     ],
 )
 def test_parameters_are_shown_error_line(arguments: list[str], error: tuple[str, object, str], line: str) -> None:
-    command = command_of([*arguments, "--gpus", "2"], typer.main.get_command(app))
+    command = command_of([*arguments, "--gpus", "2"], app)
     assert error_line(InputError(*error), command).endswith(line)
 
 
 def test_a_mistake_that_a_rank_reports_is_shown_as_an_option() -> None:
     faults = faults_of(InputError("attention", "flash", "eager"), 1, None)
-    command = command_of(["run"], typer.main.get_command(app))
+    command = command_of(["run"], app)
     line = "rank 1: --attention: got 'flash', accepted: eager"
     assert error_line(RankError(faults), command) == line
     assert str(RankError(faults)) == line.replace("--", "")

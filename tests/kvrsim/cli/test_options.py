@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from kvrsim.choices import FEW_OPTIONS
 from kvrsim.cli import main as cli
@@ -30,7 +29,7 @@ def commands(command: Any, path: str = "") -> dict[str, Any]:
 
 
 ROOT = Path(__file__).resolve().parents[3]
-COMMANDS = commands(typer.main.get_command(cli.app))
+COMMANDS = commands(cli.app)
 
 
 def test_flags_are_recorded() -> None:
@@ -80,7 +79,7 @@ def test_long_commands_are_those_with_many_options() -> None:
 @pytest.mark.parametrize("path", [path for path in COMMANDS if path])
 def test_every_command_has_a_summary_and_an_example(path: str) -> None:
     command = COMMANDS[path]
-    example = shlex.split(command.help.partition("Example: ")[2])
+    example = shlex.split(command.example)
     first = command.help.splitlines()[0]
     assert 10 < len(first) <= 66  # width of this column in a list of commands
     assert first.endswith(".")
@@ -95,7 +94,7 @@ def test_every_command_has_a_summary_and_an_example(path: str) -> None:
     [("kvrsim pl", "plan"), ("kvrsim plan --gp", "--gpus"), ("kvrsim plan --model llama-3-7", "llama-3-70b")],
 )
 def test_shells_complete_commands_options_and_names(words: str, expected: str) -> None:
-    asked = {"_KVRSIM_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    asked = {"_KVRSIM_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     command = [sys.executable, "-m", "kvrsim"]
     done = subprocess.run(command, env=os.environ | asked, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert expected in done.stdout.split()
+    assert f"plain,{expected}" in done.stdout.split()

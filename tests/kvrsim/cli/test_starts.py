@@ -17,6 +17,7 @@ ROOMS = ("kvrsim", "planner", "calibrate", "validate")
 UNUSED = {
     *("torch", "transformers", "pandas", "scipy", "matplotlib", "simpy", "joblib", "distributed"),
     *("asyncio", "multiprocessing", "logging", "importlib.metadata", "secrets", "tempfile", "statistics"),
+    *("rich", "typer"),
     *("numpy.ma", "numpy.random", "numpy.fft"),
 }
 SETTING = ("--gpus", "2", "--ctx", "1k")
@@ -29,7 +30,7 @@ BUDGETS = [
     (("predictor", "lookup", "ttft.json", "--ctx", "1k", "--json"), 26, ""),
     (("clusters", "list", "--json"), 31, "numpy"),
     (("profiles", "list", "--json"), 48, "numpy"),
-    (("profiles", "list"), 50, "numpy rich"),
+    (("profiles", "list"), 50, "numpy"),
     (("table", "lookup", "table.json", *SETTING, "--json"), 98, "numpy"),
     (("simulate", "--strategy", "kvr-s", *SETTING, "--json"), 166, "numpy"),
     (
@@ -80,7 +81,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_command_loads_what_it_uses(arguments: tuple[str, ...], most: int, used: str, folder: Path) -> None:
     run = "from kvrsim.cli.main import main; code = main(sys.argv[1:]); assert code == 0, code"
     loaded = loaded_by(run, *arguments, folder=folder)
-    unused = (UNUSED | {"numpy", "rich"}) - set(used.split()) - (numpys() if "numpy" in used.split() else set())
+    unused = (UNUSED | {"numpy"}) - set(used.split()) - (numpys() if "numpy" in used.split() else set())
     assert sorted(loaded & unused) == []
     own = sorted(name for name in loaded if name.split(".")[0] in ROOMS)
     assert len(own) <= most, own

@@ -1,0 +1,102 @@
+"""Commands of Click and the form of their help: options by section, an example at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from kvrsim.choices import ALL_OPTIONS, FEW_OPTIONS, FIRST_OPTIONS, SECTIONS
+
+_EXAMPLE = "Example: "
+SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+class Place(click.Argument):
+    """An argument that is given by position; the help describes it."""
+
+    def __init__(self, *args: Any, about: str, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self.about = about
+
+    def make_metavar(self, ctx: click.Context) -> str:
+        """Return the argument's form in the usage line."""
+        return f"{{{self.metavar}}}" if self.required else f"[{self.metavar}]"
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
+        """Return the argument's row in the help."""
+        return str(self.metavar), f"{self.about}{'  [required]' * self.required}"
+
+
+class Command(click.Command):
+    """A command whose docstring may end with a paragraph `Example: kvrsim ...`."""
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        text, _, example = (self.help or "").partition(_EXAMPLE)
+        self.help, self.example = text.rstrip(), " ".join(example.split())
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write arguments, then options by section."""
+        write_options(self, ctx, formatter)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the example."""
+        if self.example:
+            with formatter.section("Example"):
+                formatter.write(f"{' ' * formatter.current_indent}{self.example}\n")
+
+
+class Group(click.Group):
+    """A group of commands, such as `kvrsim models`. Without a command, it runs its command `list` if it has one."""
+
+    command_class = Command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse `kvrsim models` and `kvrsim models --json` as `kvrsim models list ...`."""
+        if "list" in self.commands and (not args or args[0] in ("--json", "--format")):
+            args = ["list", *args]
+        return super().parse_args(ctx, args)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """List the commands in the order of the code."""
+        return list(self.commands)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands, then the options."""
+        self.format_commands(ctx, formatter)
+        write_options(self, ctx, formatter)
+
+
+def write_options(command: click.Command, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    """Write the parameters that the help shows, by section."""
+    for title, records in sections_of(command, ctx, every=ALL_OPTIONS in ctx.meta):
+        with formatter.section(title):
+            formatter.write_dl(records)
+
+
+def sections_of(
+    command: click.Command, ctx: click.Context, *, every: bool = True
+) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Parameters with their help: arguments, then options; many options are listed by section.
+
+    every: all options; else the most important ones.
+    """
+    params = command.get_params(ctx)
+    options = [param for param in params if isinstance(param, click.Option)]
+    if is_long := len(options) > FEW_OPTIONS + 2:  # then --help shows few options, and --help-all all
+        places = {str(param.name).rstrip("_") for param in params if param not in options}
+        matters = {param.name for param in options if param.required}
+        others = {param.name for param in options} - matters - places
+        first = [name for name in FIRST_OPTIONS if name in others]
+        matters |= {"help_all", *first[: FEW_OPTIONS - len(matters)]}
+    sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *SECTIONS, "Options")}
+    for param in params:
+        is_option = param in options
+        if is_option and is_long and not every and param.name not in matters and "--help" not in param.opts:
+            continue
+        title = getattr(param, "section", "Output") if is_long and every else "Options"
+        if (record := param.get_help_record(ctx)) is not None:
+            sections[title if is_option else "Arguments"].append(record)
+    return ((title, records) for title, records in sections.items() if records)
