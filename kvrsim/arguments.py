@@ -10,14 +10,13 @@ Numbers may be text with a unit, as on the command line, or of NumPy; a path may
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
@@ -41,7 +40,7 @@ from kvrsim.units import (
 STRATEGY = "kvrsim.strategies.base:Strategy"
 MOST_VALUES = 2**16  # in one list
 MOST_SEED = 2**32 - 1
-REQUIRED: Any = MISSING  # default of a required argument
+REQUIRED: Any = inspect.Parameter.empty  # default of a required argument
 _Result = TypeVar("_Result")
 _ENTRY = re.compile(r"^(\w+) : (.+)\n((?: {4}.+(?:\n|$))+)", re.MULTILINE)  # name, metavar, help
 Check = Callable[[Any, str], Any]  # value, parameter -> the value to use
@@ -243,94 +242,85 @@ def _refusal(parameter: str, value: object, accepted: str) -> InputError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """Description and check of an argument."""
+    """An argument of a function or a command."""
 
-    metavar: str  # placeholder of the value in the help; empty: a flag
-    help: str  # one or two sentences; they name other arguments as options
-    section: str  # section of the help, one of kvrsim.choices.SECTIONS
-    check: Check
+    default: Any = None  # REQUIRED: it must be given
+    check: Check = text
+    metavar: str = ""  # placeholder of the value in the help; empty: a flag
+    help: str = ""  # one or two sentences; they name other arguments as options
+    section: str = "Output"  # section of the help, one of kvrsim.choices.SECTIONS
     spelling: tuple[str, ...] = ()  # option names, if not --NAME
     positional: bool = False  # whether a command takes it by position
 
+    def read(self, value: object, name: str) -> Any:
+        """Check a value and return it; None is returned unchanged where None is the default."""
+        return None if value is None and self.default is None else self.check(value, name)
 
-def option(
-    metavar: str,
-    help: str,
-    section: str = "Output",
-    check: Check = text,
-    default: Any = None,
-    *,
-    spelling: tuple[str, ...] = (),
-    positional: bool = False,
-) -> Any:
-    """Declare an argument: the default of a field of Arguments, or of a parameter of a command."""
-    known = Option(metavar=metavar, help=help, section=section, check=check, spelling=spelling, positional=positional)
-    return field(default=default, metadata={"option": known})
+
+def option(metavar: str, help: str, section: str = "Output", check: Check = text, default: Any = None) -> Any:
+    """Declare an option of a command, as the default of its parameter."""
+    return Option(metavar=metavar, help=help, section=section, check=check, default=default)
 
 
 def entry(check: Check = text, default: Any = None, *, spelling: tuple[str, ...] = ()) -> Any:
     """Declare a field of Arguments whose metavar, help and section are an entry of the class's docstring."""
-    return option("", "", check=check, default=default, spelling=spelling)
+    return Option(check=check, default=default, spelling=spelling)
 
 
-def replaced(group: type, name: str, *, default: Any) -> Any:
-    """Declare an argument of another group with a new default; the help omits the old default."""
-    known: Option = next(one for one in fields(group) if one.name == name).metadata["option"]
-    return field(default=default, metadata={"option": replace(known, help=known.help.partition(" Default: ")[0])})
-
-
-def switch(help: str, section: str = "Output", default: bool | None = False, *, spelling: tuple[str, ...] = ()) -> Any:
-    """Declare an argument that is False by default."""
-    return option("", help, section, flag, default, spelling=spelling)
+def switch(help: str, section: str = "Output") -> Any:
+    """Declare an option of a command that is False by default."""
+    return Option(help=help, section=section, check=flag, default=False)
 
 
 def argument(metavar: str, help: str, check: Check = text, default: Any = REQUIRED) -> Any:
     """Declare an argument of a command that is given without its name; its metavar ends with ... if it is a list."""
-    return option(metavar, help, "Arguments", check, default, positional=True)
+    return Option(metavar=metavar, help=help, section="Arguments", check=check, default=default, positional=True)
 
 
-def checked(given: Any, parameter: str, declared: Field[Any]) -> Any:
-    """Check a field's value and return it; None is returned unchanged where None is the default."""
-    return given if given is None and declared.default is None else declared.metadata["option"].check(given, parameter)
+@functools.cache
+def options_of(group: Any) -> Mapping[str, Option]:
+    """Declarations of a group of arguments by name, those of its base classes first."""
+    options: dict[str, Option] = {}
+    for one in reversed(group.__mro__):
+        options |= {name: declared for name, declared in vars(one).items() if isinstance(declared, Option)}
+        heads = re.split(r"^(\w+)\n-+\n", inspect.cleandoc(one.__doc__ or ""), flags=re.MULTILINE)
+        for section, entries in zip(heads[1::2], heads[2::2], strict=True):
+            for name, metavar, help in _ENTRY.findall(entries):
+                known = "" if metavar == "bool" else metavar
+                words = " ".join(help.split())
+                options[name] = replace(options[name], section=section, metavar=known, help=words)
+    return options
 
 
-@dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Base of groups of arguments: each field is checked when an object is made; InputError names the field.
+    """Base of groups of arguments: each value is checked when an object is made; InputError names the argument.
 
     The docstring of a group describes its fields in sections of the help, as numpydoc does: `NAME : METAVAR`, with
     `bool` for a flag, then the help.
     """
 
-    def __init_subclass__(cls) -> None:
-        heads = re.split(r"^(\w+)\n-+\n", inspect.cleandoc(cls.__doc__ or ""), flags=re.MULTILINE)
-        for section, entries in zip(heads[1::2], heads[2::2], strict=True):
-            for name, metavar, help in _ENTRY.findall(entries):
-                declared: Field[Any] = vars(cls)[name]
-                words = {
-                    "metavar": "" if metavar == "bool" else metavar,
-                    "help": " ".join(help.split()),
-                    "section": section,
-                }
-                declared.metadata = MappingProxyType({"option": replace(declared.metadata["option"], **words)})
+    def __init__(self, **given: Any) -> None:
+        for name, one in options_of(type(self)).items():
+            value = given.pop(name, one.default)
+            if value is REQUIRED:
+                raise InputError(name, "nothing", one.help)
+            setattr(self, name, one.read(value, name))
+        assert not given, given
 
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            object.__setattr__(self, one.name, checked(getattr(self, one.name), one.name, one))
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(vars(self).values()))
 
     @classmethod
     def take(cls, given: dict[str, Any], fixed: Mapping[str, Any] = MappingProxyType({})) -> Self:
-        """Make a group from its fields in `given`, which are removed there, and from those in `fixed`.
+        """Make a group from its arguments in `given`, which are removed there, and from those in `fixed`.
 
-        Raises InputError naming a field without a default that is missing.
+        Raises InputError naming an argument without a default that is missing.
         """
-        values: dict[str, Any] = {}
-        for one in fields(cls):
-            if one.name in given or one.name in fixed:
-                values[one.name] = fixed[one.name] if one.name in fixed else given.pop(one.name)
-            elif one.default is MISSING:
-                raise InputError(one.name, "nothing", one.metadata["option"].help)
-        return cls(**values)
+        values = {name: given.pop(name) for name in options_of(cls) if name in given and name not in fixed}
+        return cls(**values, **{name: value for name, value in fixed.items() if name in options_of(cls)})
 
 
 def takes(
@@ -348,17 +338,11 @@ def takes(
     def decorate(made: Callable[..., _Result]) -> Callable[..., _Result]:
         own = list(inspect.signature(made).parameters.values())[len(groups) :]
         defaults = {one.name: one.default for one in own}
-        options = [one for group in groups for one in fields(group) if one.name not in fixed]
+        options = {name: one for group in groups for name, one in options_of(group).items() if name not in fixed}
         keyword = inspect.Parameter.KEYWORD_ONLY
-        listed = [
-            inspect.Parameter(
-                one.name,
-                keyword,
-                default=inspect.Parameter.empty if one.default is MISSING else one.default,
-                annotation=Any,
-            )
-            for one in options
-        ]
+        listed = (
+            inspect.Parameter(name, keyword, default=one.default, annotation=Any) for name, one in options.items()
+        )
         returns = made.__annotations__["return"]
         signature = inspect.Signature([*listed, *(one.replace(kind=keyword) for one in own)], return_annotation=returns)
 
@@ -377,9 +361,8 @@ def takes(
         called.__signature__ = signature  # type: ignore[attr-defined]
         called.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
         called.__annotations__["return"] = returns
-        if called.__doc__ is not None:
-            head, title, rest = called.__doc__.partition("Parameters\n    ----------\n")
-            called.__doc__ = head + title + "".join(map(_described, options)) + rest
+        head, title, rest = (called.__doc__ or "").partition("Parameters\n    ----------\n")
+        called.__doc__ = head + title + "".join(_described(*one) for one in options.items()) + rest
         return called
 
     return decorate
@@ -387,16 +370,17 @@ def takes(
 
 def _suggestion(given: Iterable[str], known: Iterable[str]) -> str:
     """Suggest the known parameter nearest to an unknown one; empty if all are known or none is near."""
+    import difflib
+
     known = list(known)
     near = [name for one in given if one not in known for name in difflib.get_close_matches(one, known, n=1)]
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _described(one: Field[Any]) -> str:
+def _described(name: str, known: Option) -> str:
     """Describe an argument as numpydoc does; the help's options become parameters."""
-    known: Option = one.metadata["option"]
     words = re.sub(r"--([a-z-]+)", lambda match: f"`{match[1].replace('-', '_')}`", known.help)
-    return f"    {one.name} : {known.metavar or 'bool'}\n        {words}\n"
+    return f"    {name} : {known.metavar or 'bool'}\n        {words}\n"
 
 
 # Groups of arguments
@@ -404,7 +388,6 @@ def _described(one: Field[Any]) -> str:
 _many = count(2**20)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ScenarioArgs(Arguments):
     """What a prediction is about.
 
@@ -474,15 +457,24 @@ class ScenarioArgs(Arguments):
     topology: Any = entry()
 
 
-@dataclass(frozen=True, kw_only=True)
 class DeploymentArgs(ScenarioArgs):
-    """Arguments of a scenario that is served to users; no default comes from the paper."""
+    """A scenario whose model and cluster must be given; the paper's are no default.
 
-    model: Any = replaced(ScenarioArgs, "model", default=REQUIRED)
-    cluster: Any = replaced(ScenarioArgs, "cluster", default=REQUIRED)
+    Question
+    --------
+    model : NAME|PATH
+        A built-in model, a Hugging Face id of a known shape, a config.json or its folder.
+
+    Machine
+    -------
+    cluster : NAME|PATH
+        GPUs and their links: a built-in name, a size such as 2x8xh100, or a file.
+    """
+
+    model: Any = entry(named("kvrsim.model.spec:ModelSpec"), REQUIRED)
+    cluster: Any = entry(named("kvrsim.hardware:Cluster"), REQUIRED)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ScenariosArgs(ScenarioArgs):
     """Arguments of scenarios with several contexts and numbers of GPUs.
 
@@ -498,7 +490,6 @@ class ScenariosArgs(ScenarioArgs):
     gpus: Any = entry(counts)
 
 
-@dataclass(frozen=True, kw_only=True)
 class MeasuredArgs(ScenarioArgs):
     """Arguments of a scenario on a small machine, with one GPU per rank.
 
@@ -517,7 +508,6 @@ OF_REQUESTS = {  # a workload's requests have their own values
 }
 
 
-@dataclass(frozen=True, kw_only=True)
 class PredictorArgs(DeploymentArgs):
     """A scenario of the largest context and batch that a predictor answers for.
 
@@ -533,7 +523,6 @@ class PredictorArgs(DeploymentArgs):
     batch: Any = entry(_many, 1)
 
 
-@dataclass(frozen=True, kw_only=True)
 class PrefillArgs(ScenarioArgs):
     """Values for measured prefills whose rows lack a column.
 
@@ -566,7 +555,6 @@ TABLE = option(
     "Partition table for kvr-p; kvrsim table build writes one.",
     "Question",
     named("planner.table.table:PartitionTable"),
-    None,
 )
 SEED = option(
     "N",
@@ -577,7 +565,6 @@ SEED = option(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
 class TargetArgs(Arguments):
     """What a TTFT target applies to.
 
@@ -593,7 +580,6 @@ class TargetArgs(Arguments):
     rate: Any = entry(number(above=0, most=1e6))
 
 
-@dataclass(frozen=True, kw_only=True)
 class SearchArgs(Arguments):
     """How partitions are searched; `planner.candidates.Search` reads them.
 
@@ -613,7 +599,6 @@ class SearchArgs(Arguments):
     search_budget: Any = entry(quantity(parse_seconds, allow_zero=True), "1.5s")
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanArgs(SearchArgs, TargetArgs):
     """Which strategies are compared, how their partitions are searched, and what is promised.
 
@@ -627,7 +612,6 @@ class PlanArgs(SearchArgs, TargetArgs):
     strategies: Any = entry(strategy_list)
 
 
-@dataclass(frozen=True, kw_only=True)
 class SimulateArgs(Arguments):
     """Which strategy is simulated, and how.
 
@@ -657,7 +641,6 @@ class SimulateArgs(Arguments):
     breakdown: Any = entry(flag, False)
 
 
-@dataclass(frozen=True, kw_only=True)
 class NoiseArgs(Arguments):
     """Noise, the number of its samples, and the seed of all random draws.
 
@@ -674,13 +657,12 @@ class NoiseArgs(Arguments):
     samples: Any = entry(count(2**20))
     seed: Any = SEED
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         if self.samples is not None and self.noise is None:
             raise InputError("samples", self.samples, "with --noise SPEC")
 
 
-@dataclass(frozen=True, kw_only=True)
 class UsersArgs(Arguments):
     """Closed-loop users: each waits for an answer before the next prompt.
 
@@ -695,13 +677,12 @@ class UsersArgs(Arguments):
     users: Any = entry(count(4096))
     output_tokens: Any = entry(tokens)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         if self.output_tokens is not None and self.users is None:
             raise InputError("output_tokens", self.output_tokens, "with --users C")
 
 
-@dataclass(frozen=True, kw_only=True)
 class PoolArgs(Arguments):
     """Which processes or machines share the work.
 
@@ -720,7 +701,6 @@ class PoolArgs(Arguments):
     dask_address: Any = entry()
 
 
-@dataclass(frozen=True, kw_only=True)
 class BudgetArgs(PoolArgs):
     """Which processes share the work, and how long they may take.
 
@@ -733,7 +713,6 @@ class BudgetArgs(PoolArgs):
     time_budget: Any = entry(quantity(parse_seconds))
 
 
-@dataclass(frozen=True, kw_only=True)
 class MapArgs(Arguments):
     """What a map compares.
 
@@ -749,7 +728,6 @@ class MapArgs(Arguments):
     strategies: Any = entry(strategy_list, MAP_STRATEGIES)
 
 
-@dataclass(frozen=True, kw_only=True)
 class FleetArgs(Arguments):
     """What a fleet is planned for, and what it may consist of.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from kvrsim.arguments import ScenarioArgs, ScenariosArgs, takes
@@ -114,7 +114,7 @@ def build_scenarios(args: ScenariosArgs) -> tuple[Scenario, tuple[str, ...], tup
 
     Without `gpus`, the GPU counts are 2, 4, 8, ... up to that of the cluster. Raises InputError.
     """
-    values = {one.name: getattr(args, one.name) for one in fields(args)} | {"ctx": args.ctx[-1]}
+    values = vars(args) | {"ctx": args.ctx[-1]}
     counts: tuple[int, ...] | None = args.gpus
     if counts is None:
         counts = counts_up_to(build_scenario(ScenarioArgs(**values))[0].num_gpus)

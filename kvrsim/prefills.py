@@ -6,7 +6,7 @@ This module joins the package calibrate, which fits, and the package planner, wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,7 @@ def cases_of(args: PrefillArgs, prefills: Sequence[Any], on_progress: OnProgress
     )
     profile = profile_of(args)
     rows = read_prefills(prefills, defaults)
-    setting = {one.name: getattr(args, one.name) for one in fields(args) if one.name not in _OF_ROWS}
+    setting = {name: value for name, value in vars(args).items() if name not in _OF_ROWS}
     cases = make_cases(rows.rows, profile, partition_of, setting, on_progress)
     return replace(cases, notes=(*rows.notes, *cases.notes))
 

@@ -29,7 +29,6 @@ from kvrsim.arguments import (
     SearchArgs,
     SimulateArgs,
     UsersArgs,
-    checked,
     count,
     flag,
     function,
@@ -110,7 +109,7 @@ def plan_of(
     from planner.candidates import Search
     from planner.plan import make_plan
 
-    disturbance, options = disturbance_of(noise), replace(compared, table=table_of(compared.table))
+    disturbance, options = disturbance_of(noise), type(compared)(**vars(compared) | {"table": table_of(compared.table)})
     scenario, warnings = build_scenario(args)
     result = make_plan(
         scenario,
@@ -446,7 +445,7 @@ def confirm(
 
 def table_of(given: str | PathLike[str] | kvrsim.PartitionTable | None) -> kvrsim.PartitionTable | None:
     """A partition table; if a file is named, the table is read from it."""
-    table = None if given is None else checked(given, "table", TABLE)
+    table = None if given is None else TABLE.read(given, "table")
     if not isinstance(table, str):
         return table
     from planner.table.table import load_table  # imported only if a file is named

@@ -119,6 +119,7 @@ def app(context: click.Context, version: bool) -> None:
 
 def run() -> None:
     """Run the command line and leave with its exit code."""
+    gc.set_threshold(100_000)  # the default of 700 visits the objects of all imported modules several times
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -8,13 +8,13 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvrsim.arguments import (
+    REQUIRED,
     SEED,
     Arguments,
     BudgetArgs,
@@ -22,12 +22,11 @@ from kvrsim.arguments import (
     Option,
     PoolArgs,
     ScenarioArgs,
-    checked,
     choice,
     count,
     entry,
     flag,
-    option,
+    options_of,
     quantity,
     switch,
 )
@@ -64,10 +63,10 @@ def takes(
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = list(inspect.signature(function).parameters.values())[len(groups) :]
-        has_others = any(one.default.metadata["option"].positional for one in own)
+        has_others = any(one.default.positional for one in own)
         asks = any(issubclass(group, ScenarioArgs) for group in groups) and not has_others
         places = [name for name in _PLACES if asks and name not in fixed]
-        declared: dict[str, Field[Any]] = {one.name: one for group in groups for one in fields(group)}
+        declared: dict[str, Option] = {name: one for group in groups for name, one in options_of(group).items()}
         declared |= {one.name: one.default for one in own}
 
         def command(**values: Any) -> None:
@@ -77,10 +76,10 @@ def takes(
                     if name in given:
                         raise InputError(name, value, f"the option or the argument, not both (--{name} {given[name]})")
                     given[name] = value
-                elif name not in given and declared[name].default is MISSING:
-                    raise InputError(name, "nothing", declared[name].metadata["option"].help)
+                elif name not in given and declared[name].default is REQUIRED:
+                    raise InputError(name, "nothing", declared[name].help)
             parts = [group.take(given, fixed) for group in groups]
-            rest = {one.name: checked(given.get(one.name), one.name, one.default) for one in own}
+            rest = {one.name: one.default.read(given.get(one.name), one.name) for one in own}
             function(*parts, **rest)
 
         parameters: list[click.Parameter] = [_place(name, declared[name]) for name in places]
@@ -89,7 +88,7 @@ def takes(
             for name, one in declared.items()
             if name not in fixed
         ]
-        if sum(not one.metadata["option"].positional for one in declared.values()) - len(fixed) > FEW_OPTIONS:
+        if sum(not one.positional for one in declared.values()) - len(fixed) > FEW_OPTIONS:
             parameters.append(_help_all())
         command.__doc__, command.__click_params__ = function.__doc__, parameters[::-1]  # type: ignore[attr-defined]
         return command
@@ -110,15 +109,14 @@ def _help_all() -> click.Option:
     return click.Option(["--help-all"], help="Show all options.", **about)
 
 
-def _place(name: str, declared: Field[Any]) -> click.Argument:
+def _place(name: str, declared: Option) -> click.Argument:
     """Make a positional argument of a command; it sets the option of the same name."""
-    return Place([f"{name}_"], metavar=name.upper(), required=False, about=declared.metadata["option"].help)
+    return Place([f"{name}_"], metavar=name.upper(), required=False, about=declared.help)
 
 
-def _parameter(name: str, declared: Field[Any], default: Any) -> click.Parameter:
+def _parameter(name: str, known: Option, default: Any) -> click.Parameter:
     """Make a parameter of Click from an argument; its values are texts, which the argument's check reads."""
-    known: Option = declared.metadata["option"]
-    is_required = default is MISSING
+    is_required = default is REQUIRED
     if known.positional:
         count = -1 if known.metavar.endswith("...") else 1
         return Place([name], metavar=known.metavar, required=is_required, nargs=count, about=known.help)
@@ -168,12 +166,11 @@ def picture(value: object, parameter: str, *, page: bool = False) -> str:
 picture_or_page = functools.partial(picture, page=True)
 
 
-def output(metavar: str, help: str, default: Any = MISSING) -> Any:
+def output(metavar: str, help: str, default: Any = REQUIRED) -> Any:
     """Declare --output, -o."""
-    return option(metavar, help, "Output", writable, default, spelling=("--output", "-o"))
+    return Option(metavar=metavar, help=help, check=writable, default=default, spelling=("--output", "-o"))
 
 
-@dataclass(frozen=True, kw_only=True)
 class PageArgs(Arguments):
     """Files of a timeline; a picture may be an interactive page.
 
@@ -199,7 +196,6 @@ class PageArgs(Arguments):
         return self.plot is not None and Path(self.plot).suffix.lower() == ".html"
 
 
-@dataclass(frozen=True, kw_only=True)
 class DeployArgs(Arguments):
     """The serving engine of the answer.
 
@@ -218,7 +214,6 @@ class DeployArgs(Arguments):
     only_deployable: Any = entry(choice(*DEPLOY_ENGINES))
 
 
-@dataclass(frozen=True, kw_only=True)
 class OutputArgs(Arguments):
     """How a command prints its answer.
 
@@ -238,7 +233,6 @@ class OutputArgs(Arguments):
                 raise InputError("format", self.format, f"nothing with `{name}`, which prints something else")
 
 
-@dataclass(frozen=True, kw_only=True)
 class HardwareArgs(Arguments):
     """How ranks run on this machine.
 
@@ -270,7 +264,6 @@ class HardwareArgs(Arguments):
     seed: Any = SEED
 
 
-@dataclass(frozen=True, kw_only=True)
 class BuildArgs(BudgetArgs):
     """Arguments of commands that use all cores by default.
 

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 
 import kvrsim
 from kvrsim import arguments
-from kvrsim.arguments import MOST_VALUES, Arguments
+from kvrsim.arguments import MOST_VALUES, Arguments, options_of
 from kvrsim.choices import SECTIONS
 
 SMALL: dict[str, Any] = {"ctx": 512, "gpus": 2, "profile": "roofline"}
@@ -97,22 +96,21 @@ def test_lists_without_end_are_refused() -> None:
 
 
 GROUPS = [group for group in vars(arguments).values() if isinstance(group, type) and issubclass(group, Arguments)]
-DECLARED = [one for group in GROUPS for one in fields(group)]
+DECLARED = [(name, one) for group in GROUPS for name, one in options_of(group).items()]
 
 
 def test_every_check_refuses_an_object_of_no_use() -> None:
     assert len(DECLARED) > 40
-    for one in DECLARED:
+    for name, option in DECLARED:
         with pytest.raises(kvrsim.InputError):
-            one.metadata["option"].check(object(), one.name)
+            option.check(object(), name)
 
 
 def test_every_field_is_described_with_the_values_that_its_check_accepts() -> None:
-    for one in DECLARED:
-        option = one.metadata["option"]
-        assert option.help.endswith("."), one.name
+    for name, option in DECLARED:
+        assert option.help.endswith("."), name
         assert option.section in SECTIONS
         if re.fullmatch(r"[a-z0-9-]+(\|[a-z0-9-]+)+", option.metavar) and option.check is not arguments.text:
-            assert [option.check(word, one.name) for word in option.metavar.split("|")]
+            assert [option.check(word, name) for word in option.metavar.split("|")]
             with pytest.raises(kvrsim.InputError, match=", ".join(option.metavar.split("|"))):
-                option.check("nonsense", one.name)
+                option.check("nonsense", name)

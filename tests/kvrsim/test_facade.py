@@ -7,7 +7,6 @@ import inspect
 import subprocess
 import sys
 import tomllib
-from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 from typing import get_type_hints
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 import kvrsim
-from kvrsim.arguments import ScenarioArgs
+from kvrsim.arguments import ScenarioArgs, options_of
 from tests.building.snapshot import assert_recorded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +32,7 @@ def test_names_are_recorded() -> None:
 
 def test_functions_take_what_is_declared() -> None:
     """Signatures and docstrings of the functions have the fields and defaults of ScenarioArgs."""
-    declared = {one.name: one.default for one in fields(ScenarioArgs) if one.name != "ctx"}
+    declared = {name: one.default for name, one in options_of(ScenarioArgs).items() if name != "ctx"}
     for function in (kvrsim.make_scenario, kvrsim.plan, kvrsim.simulate):
         parameters = signature(function).parameters
         assert {name: parameters[name].default for name in declared} == declared

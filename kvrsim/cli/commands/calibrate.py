@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -81,7 +80,6 @@ def _minutes(default: float) -> Any:
     return option("M", "Approximate time limit of the measurements, in minutes.", "Measurement", limits, default)
 
 
-@dataclass(frozen=True, kw_only=True)
 class LayerArgs(Arguments):
     """The layers to measure, and how to measure them.
 
@@ -133,7 +131,6 @@ class LayerArgs(Arguments):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
 class RankArgs(Arguments):
     """The ranks between which links are measured.
 
@@ -321,7 +318,6 @@ def _datasheet_link(compute: str) -> str | None:
     return None if cluster_of(gpu) is not None else _USUAL_LINK
 
 
-@dataclass(frozen=True, kw_only=True)
 class FitArgs(Arguments):
     """What to fit, and where to write the result.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from click.exceptions import Exit
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from planner.capacity.result import CapacityPlan
 
 
-@dataclass(frozen=True, kw_only=True)
 class AnswerArgs(OutputArgs):
     """What groups may run, and how the answer is printed and drawn.
 

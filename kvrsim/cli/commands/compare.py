@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvrsim.arguments import argument, option
+from kvrsim.arguments import Option, argument
 from kvrsim.cli.options import takes
 from kvrsim.cli.output import write_files
 from kvrsim.cli.text import headline, show
 from kvrsim.errors import InputError
 from kvrsim.views.table import MOST_ROWS
+
+_PLOT = Option(metavar="FILE", help="Write the comparison as a page, FILE.html.", spelling=("--plot", "--html"))
 
 
 @takes()
@@ -19,7 +21,7 @@ def compare(
     answers: Any = argument(
         "ANSWER.json...", "Two or more outputs of kvrsim plan --json or simulate --json.", check=lambda value, _: value
     ),
-    plot: Any = option("FILE", "Write the comparison as a page, FILE.html.", "Output", spelling=("--plot", "--html")),
+    plot: Any = _PLOT,
 ) -> None:
     """Show saved answers side by side.
 

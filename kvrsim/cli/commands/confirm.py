@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,6 @@ _STARTING = "planning and starting ranks"
 _share = quantity(parse_share)
 
 
-@dataclass(frozen=True, kw_only=True)
 class ConfirmArgs(Arguments):
     """What is measured, and its targets.
 

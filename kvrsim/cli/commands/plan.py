@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from planner.deploy import Launch
 
 
-@dataclass(frozen=True, kw_only=True)
 class PlanOutputArgs(OutputArgs):
     """How a plan is printed.
 

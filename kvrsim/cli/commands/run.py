@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.arguments import REQUIRED, MeasuredArgs, chunk_lens, option, switch, text
@@ -87,7 +86,8 @@ def _scenario(args: MeasuredArgs, device: str) -> tuple[Scenario, tuple[str, ...
     from kvrsim.runtime.host import chosen_device
 
     dtype = args.dtype or ("fp32" if chosen_device(device) == "cpu" else "fp16")
-    return build_scenario(replace(args, profile="roofline", dtype=dtype, attention=args.attention or "sdpa"))[0], ()
+    changes = {"profile": "roofline", "dtype": dtype, "attention": args.attention or "sdpa"}
+    return build_scenario(MeasuredArgs(**vars(args) | changes))[0], ()
 
 
 def show_run(result: RunResult) -> None:
