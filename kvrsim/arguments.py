@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from kvrsim.choices import (
     EXECUTORS,
@@ -277,9 +277,10 @@ def argument(metavar: str, help: str, check: Check = text, default: Any = REQUIR
     return Option(metavar=metavar, help=help, section="Arguments", check=check, default=default, positional=True)
 
 
-@functools.cache
-def options_of(group: Any) -> Mapping[str, Option]:
-    """Declarations of a group of arguments by name, those of its base classes first."""
+def options_of(group: type[Arguments]) -> Mapping[str, Option]:
+    """Declarations of a group of arguments by name, those of its base classes first; read once."""
+    if "declared" in vars(group):
+        return group.declared
     options: dict[str, Option] = {}
     for one in reversed(group.__mro__):
         options |= {name: declared for name, declared in vars(one).items() if isinstance(declared, Option)}
@@ -289,6 +290,7 @@ def options_of(group: Any) -> Mapping[str, Option]:
                 known = "" if metavar == "bool" else metavar
                 words = " ".join(help.split())
                 options[name] = replace(options[name], section=section, metavar=known, help=words)
+    group.declared = options
     return options
 
 
@@ -299,6 +301,8 @@ class Arguments:
     `bool` for a flag, then the help.
     """
 
+    declared: ClassVar[dict[str, Option]]  # see options_of
+
     def __init__(self, **given: Any) -> None:
         for name, one in options_of(type(self)).items():
             value = given.pop(name, one.default)
@@ -306,12 +310,6 @@ class Arguments:
                 raise InputError(name, "nothing", one.help)
             setattr(self, name, one.read(value, name))
         assert not given, given
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash(tuple(vars(self).values()))
 
     @classmethod
     def take(cls, given: dict[str, Any], fixed: Mapping[str, Any] = MappingProxyType({})) -> Self:

@@ -56,7 +56,7 @@ def plan(
     Example: kvrsim plan llama-3.1-70b 2x8xh100 --ctx 32k
     """
     output.check(emit=deploy.emit)
-    if workers != PoolArgs() and noise.noise is None:
+    if vars(workers) != vars(PoolArgs()) and noise.noise is None:
         raise InputError("jobs", workers.jobs or workers.pool, "with --noise: other processes simulate its samples")
     from planner.api import plan_of
     from planner.candidates import Search
