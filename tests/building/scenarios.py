@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvrsim.builder import make_scenario
 from kvrsim.choices import PREFIX_PLACEMENTS
 from kvrsim.compile import for_strategy
@@ -159,9 +161,30 @@ def any_run(rng: Draws, strategy: Strategy, *, plain: bool = False, **machine: A
                 rate = log(rng, 6, 13) if place in ("host", "remote") else None
                 scenario = replace(scenario, prefix_placement=PrefixPlacement(place=place, bytes_per_s=rate))
             placed = for_strategy(scenario, strategy)
+            placed = maybe(rng, placed, partial(_comparable, rng, placed))
             ways = supported_prefix_access(strategy, placed.prefix_placement, placed.cluster.num_gpus)
             return placed if placed.prefix_placement.place == "all" else replace(placed, prefix_access=rng.choice(ways))
     raise AssertionError(f"{strategy.name} refuses a scenario whose numbers divide")
+
+
+def _comparable(rng: Draws, scenario: Scenario) -> Scenario:
+    """The scenario with hosts, messages and latencies that take a tenth to three times as long as a layer's MLP."""
+    costs, tokens = (
+        scenario.layer_costs()[0],
+        np.full(1, max(1.0, scenario.request.new_tokens / scenario.cluster.num_gpus)),
+    )
+    layer_s, cluster = float(costs.output_mlp_s(tokens)[0]), scenario.cluster
+
+    def near_s() -> float:
+        return layer_s * log(rng, -1, 0.5)
+
+    host = replace(scenario.host, layer_s=near_s(), message_s=maybe(rng, 0.0, near_s))
+    factor = near_s() * cluster.link.bandwidth_bytes_per_s / float(costs.activation_bytes(tokens)[0])
+    link, network = (
+        replace(scale(one, factor), latency_s=maybe(rng, 0.0, near_s)) if one else None
+        for one in (cluster.link, cluster.network)
+    )
+    return replace(scenario.with_host(host), cluster=replace(cluster, link=link, network=network))
 
 
 def any_rows(rng: Draws, scenario: Scenario, strategy: Strategy, number: int) -> list[tuple[int, ...]]:
