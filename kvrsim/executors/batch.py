@@ -100,10 +100,11 @@ def compile_blocks(program: Program, cluster: Cluster, draw: NoiseDraw | None = 
 
     Consecutive computes are merged, except under noise, where arrays have an axis of samples.
     """
-    known: dict[tuple[int, int], list[Step]] = {}  # ranks share steps, except those with messages on a rank's own links
+    # Ranks share steps, except those with messages on a rank's own links.
+    known: dict[tuple[int | None, int], list[Step]] = {}
 
     def compiled(rank: int, ops: tuple[Op, ...]) -> list[Step]:
-        key = rank if any(isinstance(op, Send) for op in ops) else -1, id(ops)
+        key = rank if any(isinstance(op, Send) for op in ops) else None, id(ops)
         if key not in known:
             known[key] = _compile(rank, ops, cluster, under_noise=draw is not None)
         return known[key]
@@ -217,7 +218,7 @@ class BatchEvaluator:
             used = [edge for edge, free_s in self.links_s.items() if free_s is not links_s.get(edge)]
             states_s.append(np.stack([*(rank.clock for rank in ranks), *(self.links_s[edge] for edge in used)]))
             issued_s = [rank.host_s - before_s for rank, before_s in zip(ranks, hosts_s, strict=True)]
-            advance_s = steady_advance(states_s[-3:], max(issued_s))
+            advance_s = steady_advance(states_s, max(issued_s))
             if advance_s is not None:
                 for rank, host_s in zip(ranks, issued_s, strict=True):
                     rank.clock += left * advance_s

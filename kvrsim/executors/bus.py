@@ -79,7 +79,7 @@ def _steady_finish_s(program: Program, cluster: Cluster, blocks: Sequence[Block]
     ends_s = np.stack([run.passed_s(mark) for mark in marks])  # shape (periods + 1, ranks, B)
     hosts_s = np.array([[rank.host_s for rank in mark] for mark in marks])
     issued_s = hosts_s[-1] - hosts_s[-2]
-    advance_s = steady_advance(list(ends_s[-3:]), issued_s.max())
+    advance_s = steady_advance(list(ends_s), issued_s.max())
     if advance_s is None or (run.all_left_s(_EVALUATED) > ends_s[1:].min(axis=1)).any():
         return None
     finish_s, left = ends_s[-1] + (times - _EVALUATED) * advance_s, times - _EVALUATED

@@ -50,7 +50,7 @@ from planner.search.balance import ChainWork, balanced_chunks, longest_chunks_wi
 from planner.search.minimise import unique_rows
 
 PRECISION = 2.0**-12  # relative precision of a chunk
-_NEARLY, _ROUNDING = 0.999, 1e-9  # share of a limit that still proves a wall; rounding error over the context
+_NEARLY = 0.999  # share of a limit that still proves a wall
 FIRST, AGAIN = (0.25, 32), (0.05, 12)  # (half-width of the first bracket as a share of a chunk, number of rounds)
 
 
@@ -111,7 +111,7 @@ class SendersBetweenWalls:
         ends = ends_of(chunks)
         starts = np.concatenate([np.full_like(ends[:1], self.first_start), ends[:-1]])
         each_s = self._needed_s(0, starts[:, None], ends, waits)[:, 0]
-        free = ends[:-1] <= self.floors[:-1] + _ROUNDING * self.total  # a wall at this limit needs no proof
+        free = ends[:-1] <= self.floors[:-1]  # a wall at this limit needs no proof
         holds = np.logical_and.accumulate((free | (each_s[1:] >= limit * _NEARLY))[::-1], axis=0)[::-1]
         others_s = np.where(holds & ~free, each_s[1:], np.inf).min(axis=0, initial=np.inf)
         ends[:-1] = np.where(holds, ends[:-1], self.floors[:-1])
@@ -333,7 +333,7 @@ class _Bound:
         ends = np.geomspace(1.0, most, _LENGTHS)
         possible = self.tails(ends[:-1], ends[1:]).whole_s < self.ttft_s
         if not possible.any():
-            return ends[:0], ends[:0]
+            return np.empty(0), np.empty(0)
         steps = np.linspace(0.0, 1.0, number + 1)
         ends = unique_rows(1.0 + (ends[1:][possible].max() - 1.0) * steps * (2.0 - steps))
         return (ends[:-1], ends[1:]) if len(ends) > 1 else (ends, ends)

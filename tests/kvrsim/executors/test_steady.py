@@ -29,9 +29,7 @@ def test_an_advance(states: list[Array], issued_s: float, advance_s: float | Non
     assert (None if advances_s is None else advances_s.item()) == advance_s
 
 
-@given(
-    parts=st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=3), st.integers(1, 9)), max_size=3)
-)
+@given(parts=st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=3), st.integers(1, 9)), max_size=3))
 @examples(100)
 def test_periods_give_the_layers_again(parts: list[tuple[list[int], int]]) -> None:
     """No period of at most three layers that repeats five times or more is missed."""
