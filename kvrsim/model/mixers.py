@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, Self, TypeVar, cast
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 
 import numpy as np
 
@@ -57,7 +57,9 @@ class _Mixer:
     @property
     def matrices(self) -> tuple[Gemm, ...]:
         """All weight matrices."""
-        return (*self.projections, *(self.indexer.projections if self.indexer else ()), *self.output)
+        indexer = self.indexer.projections if self.indexer else ()
+        expand = (self.expand,) if isinstance(self, LatentAttention) else ()
+        return (*self.projections, *indexer, *expand, *self.output)
 
     @property
     def reach(self) -> int | None:
@@ -157,9 +159,8 @@ class Attention(_Mixer):
 class LatentAttention(_Mixer):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): K and V of all heads from one latent per token."""
 
-    projections: tuple[
-        Gemm, ...
-    ]  # projections to queries (directly or through a latent), and to the latent with its rotated key
+    num_key_value_heads: ClassVar[int] = 1  # cached heads: one for all query heads
+    projections: tuple[Gemm, ...]  # to queries (directly or through a latent), and to the latent with its rotated key
     expand: Gemm  # projection of the latent to each head's key and value (kv_b_proj)
     output: tuple[Gemm, ...]
     num_attention_heads: int
@@ -181,15 +182,6 @@ class LatentAttention(_Mixer):
         """Width of a head's query and key."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
-    @property
-    def num_key_value_heads(self) -> int:
-        """Number of cached heads: one for all query heads."""
-        return 1
-
-    @property
-    def matrices(self) -> tuple[Gemm, ...]:
-        return (*self.projections, *(self.indexer.projections if self.indexer else ()), self.expand, *self.output)
-
     def token_bytes(self, element_bytes: float) -> float:
         """Bytes per token of the latent, the rotated key and the index key."""
         return (self.kv_lora_rank + self.qk_rope_head_dim) * element_bytes + self.index_key_bytes
@@ -202,6 +194,8 @@ class CompressedAttention(_Mixer):
     One vector of head_dim per token is key and value of all heads; every compress_ratio tokens make one entry.
     """
 
+    num_key_value_heads: ClassVar[int] = 1  # cached heads: one for all query heads
+    is_sparse: ClassVar[bool] = True  # a query attends to a window and to entries, all or chosen
     projections: tuple[Gemm, ...]  # from the layer's input to queries, the shared key and the vectors to compress
     output: tuple[Gemm, ...]  # projections of the attention's output, in two steps
     num_attention_heads: int
@@ -220,11 +214,6 @@ class CompressedAttention(_Mixer):
         return f"entries of {self.compress_ratio} tokens{chosen}, window of {self.sliding_window}"
 
     @property
-    def num_key_value_heads(self) -> int:
-        """Number of cached heads: one for all query heads."""
-        return 1
-
-    @property
     def v_head_dim(self) -> int:
         """Width of values, which are the keys themselves."""
         return self.head_dim
@@ -233,11 +222,6 @@ class CompressedAttention(_Mixer):
     def reach(self) -> int | None:
         """The window's length if the layer has only a window; else None: no limit."""
         return None if self.compress_ratio else self.sliding_window
-
-    @property
-    def is_sparse(self) -> bool:
-        """True: a query attends to a window and to entries, all or chosen."""
-        return True
 
     def entries(self, tokens: Tokens) -> Tokens:
         """Number of compressed entries of `tokens` tokens."""

@@ -33,7 +33,15 @@ def _table() -> dict[str, Any]:
 _HEAD = "lm_head"
 _BEFORE_LAYERS = re.compile(r"^(?:(?:model|language_model|backbone)\.)+(?=layers\.|lm_head$)")
 # Regular expressions can take very long if they repeat groups or have many repetitions; names of modules need neither.
-_REPEATED_GROUP, _REPETITION, _MOST_REPETITIONS = re.compile(r"\)[*+{]"), re.compile(r"(?<!\\)[*+{]"), 4
+_REPEATED_GROUP, _REPETITION, _MAX_REPETITIONS = re.compile(r"\)[*+{]"), re.compile(r"(?<!\\)[*+{]"), 4
+_MAX_NAMES, _MAX_NAME_LENGTH = 100_000, 500
+_SKIPPED = (  # keys of lists of modules that are not quantised
+    *("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules"),
+    *("skip_modules", "exclude"),
+)
+_WEIGHT_ONLY = ("int4_wo", "int8_wo")  # types of products of weights with up to 4 bits, and with more
+_MIXED = "MIXED_PRECISION"
+_EXPERT = re.compile(r"(?<=\.experts)\.\d+\..*$")  # number and matrix of an expert, after the folder of experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +84,7 @@ def _pattern(name: str) -> re.Pattern[str]:
         return re.compile(
             "|".join(fnmatch.translate(f"{before}{name}{after}") for before in ("", "*.") for after in ("", ".*"))
         )
-    if _REPEATED_GROUP.search(name) or len(_REPETITION.findall(name)) > _MOST_REPETITIONS:
+    if _REPEATED_GROUP.search(name) or len(_REPETITION.findall(name)) > _MAX_REPETITIONS:
         raise re.error("too many repetitions")
     return re.compile(name[3:])
 
@@ -84,6 +92,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 # Published weights and engines keep these in half precision, although no file lists them: weights of an indexer's
 # heads, DeepSeek-V4's compressors, and Kimi K3's projections to the latent of its experts and back.
 _KEPT = Modules.named(["weights_proj", "compressor", "routed_expert_down_proj", "routed_expert_up_proj"])
+_HEADS, _EXPERTS = Modules.named([_HEAD]), Modules.named(["experts"])
 
 
 def quantized(
@@ -96,26 +105,25 @@ def quantized(
     embedding and _KEPT are always unchanged.
     """
     prefix = _table()["layers"].get(model.model_type, "model.layers")
-    names: dict[str, str] = _table()["names"].get(model.model_type, {})
-    places: dict[str, str] = {}  # names in the checkpoint, by transformers' names
+    renamed: dict[str, str] = _table()["names"].get(model.model_type, {})
+
+    @cache
+    def place(name: str) -> str:
+        """The name in the checkpoint of a matrix, by transformers' name."""
+        for own, other in renamed.items():
+            name = name.replace(own, other)
+        return name
 
     def stored(number: int, gemm: Gemm) -> Gemm:
         if gemm.out_features == 1 or _KEPT.hold(gemm.name):
             return gemm
-        place = places.get(gemm.name)
-        if place is None:
-            place = gemm.name
-            for own, other in names.items():
-                place = place.replace(own, other)
-            places[gemm.name] = place
-        return replace(gemm, weights=format_of(f"{prefix}.{number}.{place}"))
+        return replace(gemm, weights=format_of(f"{prefix}.{number}.{place(gemm.name)}"))
 
     layers = tuple(
         replace(with_matrices(layer, partial(stored, number)), router=layer.router)
         for number, layer in enumerate(model.layers)
     )
-    head = None if model.tie_word_embeddings else format_of(_HEAD)
-    lm_head = replace(model.lm_head, weights=head)
+    lm_head = replace(model.lm_head, weights=None if model.tie_word_embeddings else format_of(_HEAD))
     return replace(model, layers=layers, lm_head=lm_head, quantization=quantization)
 
 
@@ -124,24 +132,13 @@ def in_fp8(model: ModelSpec) -> ModelSpec:
     return quantized(model, FP8_ON_REQUEST, lambda path: None if path == _HEAD else FP8)
 
 
-_SKIPPED = (
-    *("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules"),
-    *("skip_modules", "exclude"),
-)
-_HEADS = Modules.named(["lm_head"])
-_EXPERTS = Modules.named(["experts"])
-_MIXED = "MIXED_PRECISION"
-_EXPERT = re.compile(r"(?<=\.experts)\.\d+\..*$")  # number and matrix of an expert, after the folder of experts
-_MOST_NAMES, _LONGEST_NAME = 100_000, 500
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rule:
     """The format of some matrices; the first rule that applies to a matrix is used."""
 
     weights: WeightFormat | None  # None: the request's dtype
     only: Modules | None = None  # None: all linear layers
-    head: bool = False  # whether the rule also applies to the head
+    head: bool = True  # whether the rule also applies to the head
 
     def holds(self, path: str) -> bool:
         return (self.only is None or self.only.hold(path)) and (self.head or not _HEADS.hold(path))
@@ -154,7 +151,11 @@ def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
         return model
     outer = config.child(key)
     data = outer.child("quantization") if isinstance(outer.fields.get("quantization"), dict) else outer
-    method = _method(outer, data)
+    method = outer.fields.get("quant_method")
+    if isinstance(method, str) and method.isprintable() and method.strip():
+        method = method.strip()[:40]
+    else:  # a file with an algorithm alone is NVIDIA ModelOpt's
+        method = "modelopt" if data.has("quant_algo") else "method not named"
     short = method.lower().replace("-", "_").split("/")[-1].removesuffix("_marlin")
     known = sorted({"compressed_tensors", *_table()["methods"]} - {"integers"})
     if short not in known:
@@ -162,8 +163,11 @@ def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
     named = _named_layers(data)
     # In an FP8 model whose experts are quantised a second time, the first list ("ignore") applies only to this step.
     lists = _SKIPPED[1:] if named and short == "fp8" else _SKIPPED
-    skipped = [_Rule(weights=None, only=_modules(data, name), head=True) for name in lists]
-    rules = [*_exceptions(data), *skipped, *named, *_narrow_experts(config), *_rules(short, data)]
+    rules = [*_exceptions(data), *(_Rule(weights=None, only=_modules(data, one)) for one in lists), *named]
+    if config.text("expert_dtype", "").lower() == "fp4":  # DeepSeek-V4: experts computed in FP8, 8-bit exponents
+        narrow = WeightFormat(compute="fp8_block", bits=4, scale_bits=8, group_inputs=32)
+        rules.append(_Rule(weights=narrow, only=_EXPERTS, head=False))
+    rules += _rules(short, data)
     quantization = Quantization(
         method=method,
         formats=tuple(dict.fromkeys(rule.weights for rule in rules if rule.weights is not None)),
@@ -172,19 +176,11 @@ def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
     return quantized(model, quantization, lambda path: next((one.weights for one in rules if one.holds(path)), None))
 
 
-def _method(outer: JsonObject, data: JsonObject) -> str:
-    """The method's name, printable and short; without a name, a file with an algorithm is NVIDIA ModelOpt's."""
-    method = outer.fields.get("quant_method")
-    if isinstance(method, str) and method.isprintable() and method.strip():
-        return method.strip()[:40]
-    return "modelopt" if data.has("quant_algo") else "method not named"
-
-
 def _modules(data: JsonObject, key: str, names: Sequence[Any] | None = None) -> Modules:
     """The modules of a list of names: the file's list at this key, or `names`."""
     names = data.sequence(key) if names is None else names
     try:
-        if len(names) <= _MOST_NAMES and all(isinstance(one, str) and len(one) <= _LONGEST_NAME for one in names):
+        if len(names) <= _MAX_NAMES and all(isinstance(one, str) and len(one) <= _MAX_NAME_LENGTH for one in names):
             return Modules.named(names)
     except re.error:
         pass
@@ -202,45 +198,41 @@ def _kv_cache_bits(data: JsonObject) -> int | None:
 # Rules
 
 
+def _children(data: JsonObject, key: str) -> dict[str, JsonObject]:
+    """The objects inside the object at a key, by name; an absent or null object is empty."""
+    outer = data.child(key) if data.has(key) else data.inner({}, key)
+    return {name: outer.child(name) if outer.has(name) else outer.inner({}, name) for name in outer.fields}
+
+
 def _exceptions(data: JsonObject) -> list[_Rule]:
     """Modules with a format of their own: by patterns (GPTQModel's `dynamic`) or names (AutoRound's `extra_config`)."""
     rules = []
     for key in ("dynamic", "extra_config"):
-        entries = data.child(key) if data.has(key) else replace(data, fields={})
-        for name in entries.fields:
-            fields = entries.child(name).fields if entries.has(name) else {}
-            own = replace(data, fields={**data.fields, **fields}, key_path=f"{data.key_path}{key}.")
+        for name, entry in _children(data, key).items():
+            own = replace(data, fields={**data.fields, **entry.fields}, key_path=f"{data.key_path}{key}.")
             is_name = key == "extra_config" and not re.search(r"[*+\\^$]", name)
             pattern = name if is_name else f"re:{name.removeprefix('+:').removeprefix('-:')}"
-            whole = name.startswith("-:") or fields.get("bits") == 16
+            whole = name.startswith("-:") or entry.fields.get("bits") == 16
             weights = None if whole else _format(_table()["methods"]["integers"], own)
-            rules.append(_Rule(weights=weights, only=_modules(entries, name, [pattern]), head=True))
+            rules.append(_Rule(weights=weights, only=_modules(data, f"{key}.{name}", [pattern])))
     return rules
 
 
 def _named_layers(data: JsonObject) -> list[_Rule]:
     """Formats of modules in quantized_layers (mixed precision); all experts have the format of their folder."""
-    if data.text("quant_algo", "none").upper() != _MIXED or not data.has("quantized_layers"):
+    if data.text("quant_algo", "none").upper() != _MIXED:
         return []
-    layers = data.child("quantized_layers")
     formats: dict[str, WeightFormat | None] = {}  # format by distinct entry: modules have few of them
     groups: dict[tuple[int, WeightFormat], list[str]] = {}  # names by depth and format
-    for name, value in layers.fields.items():
-        if repr(value) not in formats:
-            formats[repr(value)] = _format(_table()["methods"]["modelopt"], layers.child(name), optional=True)
-        weights = formats[repr(value)]
-        if weights is not None:
+    for name, entry in _children(data, "quantized_layers").items():
+        text = repr(entry.fields)
+        if text not in formats:
+            formats[text] = _format(_table()["methods"]["modelopt"], entry, optional=True)
+        if (weights := formats[text]) is not None:
             place = _EXPERT.sub("", in_text_model(name))
             groups.setdefault((place.count("."), weights), []).append(place)
     ordered = sorted(groups.items(), key=lambda group: -group[0][0])  # inner modules come first
-    return [_Rule(weights=weights, only=Modules.named(names), head=True) for (_, weights), names in ordered]
-
-
-def _narrow_experts(config: JsonObject) -> list[_Rule]:
-    """Format of DeepSeek-V4's FP4 experts in an FP8 model: an 8-bit exponent per 32 weights, computed in FP8."""
-    if config.text("expert_dtype", "").lower() != "fp4":
-        return []
-    return [_Rule(weights=WeightFormat(compute="fp8_block", bits=4, scale_bits=8, group_inputs=32), only=_EXPERTS)]
+    return [_Rule(weights=weights, only=Modules.named(names)) for (_, weights), names in ordered]
 
 
 def _rules(method: str, data: JsonObject) -> list[_Rule]:
@@ -248,39 +240,29 @@ def _rules(method: str, data: JsonObject) -> list[_Rule]:
     entry = _table()["methods"].get(method, {})
     if isinstance(entry, str):
         return _rules(entry, data)
-    if method == "compressed_tensors" or (method == "modelopt" and _is_grouped(data)):
-        return _compressed_tensors(data)
+    algorithm = data.text("quant_algo", "none")
+    grouped = (
+        data.has("config_groups") and algorithm.lower() not in entry.get("formats", ()) and algorithm.upper() != _MIXED
+    )
+    if method == "compressed_tensors" or (method == "modelopt" and grouped):
+        groups = [group for group in _children(data, "config_groups").values() if group.has("weights")]
+        targets = [group.sequence("targets") or ["Linear"] for group in groups]  # Linear: all modules and the head
+        return [
+            _Rule(weights=_of_group(group), only=None if "Linear" in names else _modules(group, "targets"))
+            for group, names in zip(groups, targets, strict=True)
+        ]
     rules = []
     if method == "quark":
         if data.fields.get("layer_type_quant_config"):
             raise data.error("layer_type_quant_config", "nothing: formats by names of layers")
-        layers = data.child("layer_quant_config") if data.has("layer_quant_config") else replace(data, fields={})
-        for name in layers.fields:
-            rules.append(_Rule(weights=_format(entry, layers.child(name)), only=_modules(layers, name, [name])))
+        for name, layer in _children(data, "layer_quant_config").items():
+            only = _modules(data, f"layer_quant_config.{name}", [name])
+            rules.append(_Rule(weights=_format(entry, layer), only=only, head=False))
         data = data.child("global_quant_config")
     weights = _format(entry, data, optional=method == "modelopt")
     only = Modules.named(entry["only"]) if "only" in entry else None
     head = "head" in entry and data.flag(entry["head"], False)
     return [*rules, _Rule(weights=weights, only=only, head=head)]
-
-
-def _is_grouped(data: JsonObject) -> bool:
-    """Whether an NVIDIA file has formats by groups of modules."""
-    algorithm = data.text("quant_algo", "none")
-    known = algorithm.lower() in _table()["methods"]["modelopt"]["formats"]
-    return data.has("config_groups") and not known and algorithm.upper() != _MIXED
-
-
-def _compressed_tensors(data: JsonObject) -> list[_Rule]:
-    """A format for each group of modules; "Linear" means all modules and the head."""
-    groups = data.child("config_groups") if data.has("config_groups") else replace(data, fields={})
-    rules = []
-    for group in map(groups.child, groups.fields):
-        if group.has("weights"):
-            targets = group.sequence("targets") or ["Linear"]
-            only = None if "Linear" in targets else _modules(group, "targets")
-            rules.append(_Rule(weights=_of_group(group), only=only, head=True))
-    return rules
 
 
 # Formats
@@ -311,7 +293,7 @@ def _format(entry: Mapping[str, Any], data: JsonObject, *, optional: bool = Fals
     group = _number(entry.get("group_inputs"), data, minimum=-1)
     compute, scale = entry["compute"], entry["scale_bits"]
     return WeightFormat(
-        compute=_weight_only(bits) if compute == "weight_only" else compute,
+        compute=_WEIGHT_ONLY[bits > 4] if compute == "weight_only" else compute,
         bits=bits,
         scale_bits=int(scale) + bits if isinstance(scale, str) else scale,
         group_outputs=entry.get("group_outputs", 1),
@@ -336,10 +318,6 @@ def _number(entry: Any, data: JsonObject, **limits: int) -> Any:
     return data.integer(data.first_of(*keys), default, **limits)
 
 
-def _weight_only(bits: int) -> str:
-    return "int4_wo" if bits <= 4 else "int8_wo"
-
-
 def _blocked(data: JsonObject, key: str) -> WeightFormat:
     sizes = data.sequence(key)
     if len(sizes) != 2 or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
@@ -351,7 +329,10 @@ def _of_group(group: JsonObject) -> WeightFormat:
     """The format of a group of compressed-tensors, by its weights and the inputs of its products."""
     data = group.child("weights")
     bits, strategy = data.integer("num_bits", 8, minimum=2, maximum=8), data.text("strategy", "")
-    floats, inputs = data.text("type", "int") == "float", _input_type(group)
+    floats, inputs = data.text("type", "int") == "float", "float16"
+    if group.has("input_activations"):
+        data_in = group.child("input_activations")
+        inputs = f"{data_in.text('type', 'int')}{data_in.integer('num_bits', 8, minimum=2, maximum=16)}"
     if strategy == "block" and floats and bits == 8:
         return _blocked(data, "block_structure")
     size = max(0, data.integer("group_size", -1, minimum=-1)) or None
@@ -361,17 +342,9 @@ def _of_group(group: JsonObject) -> WeightFormat:
         compute = {"float4": "nvfp4", "float8": "fp8"}.get(inputs, "int4_wo")
         return WeightFormat(compute=compute, bits=4, scale_bits=8, group_inputs=size or 16)
     return WeightFormat(
-        compute={"float8": "fp8", "int8": "int8"}.get(inputs, _weight_only(bits)),
+        compute={"float8": "fp8", "int8": "int8"}.get(inputs, _WEIGHT_ONLY[bits > 4]),
         bits=bits,
         scale_bits=16 if data.flag("symmetric", True) else 16 + bits,
         group_outputs=None if strategy == "tensor" else 1,
         group_inputs=size,
     )
-
-
-def _input_type(group: JsonObject) -> str:
-    """Type of the inputs of products, such as "float8"."""
-    if not group.has("input_activations"):
-        return "float16"
-    data = group.child("input_activations")
-    return f"{data.text('type', 'int')}{data.integer('num_bits', 8, minimum=2, maximum=16)}"
