@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
@@ -84,6 +86,22 @@ def test_the_description_is_that_of_the_class(tmp_path: Path, config: dict[str, 
     assert replace(model, model_type="", approximations=(), max_position_embeddings=None) == replace(
         whole, model_type="", approximations=(), max_position_embeddings=None
     )
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_bigcode", "kimi_linear", "minicpm3"])
+def test_files_with_all_keys_of_a_class_need_no_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    """Files saved by transformers also have widths that the class derives from others, such as qk_head_dim."""
+    monkeypatch.setattr("kvrsim.model.load.find_spec", lambda name: None)
+    fields = json.loads(CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+    assert load(tmp_path, fields).num_parameters == read_class({"model_type": model_type}, "").num_parameters
+
+
+def test_a_table_of_sines_is_no_learned_position() -> None:
+    """RoFormer's table has the width of a head; its rows are not parameters of hidden_size each."""
+    model = read_class({"model_type": "roformer", "num_hidden_layers": 2}, "")
+    assert (model.learned_positions, model.embedding_norm_parameters - 2 * 768 - 2 * 768) == (0, 1536 * 64)
 
 
 def test_what_kimi_k3_adds_to_kimi_linear(tmp_path: Path) -> None:

@@ -12,65 +12,10 @@ from hypothesis import strategies as st
 
 from kvrsim.model.load import builtin_models, load_model
 from kvrsim.model.spec import ModelSpec
-from tests.kvrsim.model.model_configs import BLOOM, FALCON, GPTJ, GQA, LLAMA, MOE, OF_EXPERTS, OPT, SMALL, load
+from tests.kvrsim.model.model_configs import FILE, GQA, LLAMA, MOE, OPT, load
 
 _COUNTS = json.loads(Path(__file__).with_name("published_parameters.json").read_text("utf-8"))
 PARAMETERS: dict[str, int] = {name: count for name, count in _COUNTS.items() if name != "_about"}
-
-# Small models of each architecture; transformers 5.23 has counted their parameters.
-COUNTED: list[tuple[int, dict[str, Any]]] = [
-    (
-        207_232,
-        {
-            **LLAMA,
-            "num_key_value_heads": 2,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "head_dim": 8,
-            "tie_word_embeddings": True,
-        },
-    ),
-    (292_544, {**LLAMA, "num_key_value_heads": None}),
-    (259_776, {"model_type": "mistral", **GQA}),
-    (358_080, {"model_type": "mistral", **GQA, "sliding_window": None, "head_dim": 32}),
-    (254_336, {"model_type": "qwen2", **GQA, "tie_word_embeddings": True}),
-    (260_800, {"model_type": "qwen2", **GQA}),
-    (958_656, {"model_type": "qwen3", **GQA, "attention_bias": True}),
-    (318_848, {"model_type": "gemma", **SMALL, "num_key_value_heads": 1, "head_dim": 32}),
-    (352_640, {"model_type": "gemma2", **GQA, "head_dim": 32}),
-    (353_152, {"model_type": "gemma3_text", **GQA, "head_dim": 32}),
-    (1_732_992, {"model_type": "gemma3_text", **GQA}),
-    (136_000, {**FALCON, "num_kv_heads": 4}),
-    (142_528, {**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}),
-    (
-        99_456,
-        {
-            **FALCON,
-            "num_kv_heads": 2,
-            "new_decoder_architecture": True,
-            "num_ln_in_parallel_attn": 1,
-            "ffn_hidden_size": 128,
-            "tie_word_embeddings": False,
-        },
-    ),
-    (156_544, {**FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}),
-    (247_808, {"model_type": "gpt_neox", **SMALL}),
-    (239_296, {"model_type": "gpt_neox", **SMALL, "attention_bias": False, "tie_word_embeddings": True}),
-    (246_885, {"model_type": "phi", **SMALL}),
-    (214_117, {"model_type": "phi", **GQA, "qk_layernorm": True}),
-    (259_776, {"model_type": "phi3", "pad_token_id": 0, **GQA}),
-    (286_080, {"model_type": "phi3", "pad_token_id": 0, **SMALL, "tie_word_embeddings": True}),
-    (802_496, {"model_type": "mixtral", **GQA, "num_local_experts": 4, "head_dim": 32}),
-    (415_424, {"model_type": "qwen3_moe", **MOE, "head_dim": 32, "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
-    (447_616, {"model_type": "qwen2_moe", **MOE, "shared_expert_intermediate_size": 40, "mlp_only_layers": [0]}),
-    (409_957, GPTJ),
-    (406_592, {**BLOOM, "hidden_size": 64, "n_head": 4, "n_layer": 8}),
-    (413_056, {**BLOOM, "n_embed": 64, "num_attention_heads": 4, "num_hidden_layers": 8, "tie_word_embeddings": False}),
-    (249_664, OPT),
-    (252_800, {**OPT, "enable_bias": False, "tie_word_embeddings": False}),
-    (663_536, {"model_type": "gpt_oss", **GQA, "num_hidden_layers": 4, "num_local_experts": 8, **OF_EXPERTS}),
-    (473_280, {"model_type": "qwen2_moe", **MOE, "shared_expert_intermediate_size": 40, "qkv_bias": False}),
-]
 
 
 def windows(model: ModelSpec) -> list[int | None]:
@@ -91,7 +36,7 @@ def test_builtin_models_have_their_parameters(name: str, count: int) -> None:
     assert len(model.layers) == model.num_hidden_layers
 
 
-@pytest.mark.parametrize(("count", "config"), COUNTED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("count", "config"), FILE["counted"], ids=lambda value: str(value)[:40])
 def test_architectures_count_as_transformers_does(tmp_path: Path, count: int, config: dict[str, Any]) -> None:
     assert load(tmp_path, config).num_parameters == count
 
