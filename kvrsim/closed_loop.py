@@ -20,7 +20,7 @@ from dataclasses import dataclass
 FIRST_WAVE = 0.1  # share of the requests that arrive together; benchmarks send ten prompts per user
 OUTPUT_TOKENS = 1024  # default output tokens per request, as in public benchmarks
 HALF_STEP = 0.5  # mean wait in decode steps, because a prompt arrives during a step
-STEP_TOKENS = 1000  # tokens whose computation takes as long as the constant part of a step
+STEP_TOKENS = 1000  # tokens that take as long as the constant part of a step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -109,7 +109,7 @@ def _products(layer: LayerSpec, profile: CalibrationProfile) -> tuple[Gemm, ...]
 
 
 def _substitute(compute: str, priced: str | None, half: str, scenario: Scenario) -> str:
-    """The rates that price a type without its own, in words."""
+    """Describe the rates that are used for a type without rates."""
     if priced is not None:
         return GEMM_TYPES[priced].title
     if not GEMM_TYPES[compute].quantised:

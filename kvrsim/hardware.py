@@ -127,7 +127,7 @@ class GpuSpec:
     source: str  # citation
     memory_source: str | None = None  # citation of memory_bytes; None: as `source`
     like: str | None = (
-        None  # measured GPU of the same architecture, whose rates are scaled by datasheets; None: no such GPU
+        None  # measured GPU of the same architecture; its rates are scaled by the datasheets; None: no such GPU
     )
 
     @classmethod
@@ -432,7 +432,7 @@ class SlowLink:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnevenCluster(Cluster):
-    """A cluster whose GPUs or links differ in speed."""
+    """A cluster with GPUs or links of different speed."""
 
     slow_gpus: tuple[SlowGpu, ...] = ()
     slow_links: tuple[SlowLink, ...] = ()

@@ -30,7 +30,7 @@ def cell(x: ArrayLike, grid: ArrayLike) -> tuple[NDArray[np.intp], Floats]:
 
 
 def percentile_of(values: ArrayLike, percent: float) -> float:
-    """The least value that `percent` percent of all values do not exceed; never interpolated, as values may be inf."""
+    """The least value that `percent` percent of all values do not exceed; not interpolated: values may be infinite."""
     array = np.asarray(values, dtype=float)
     rank = max(1, math.ceil(percent / 100 * array.size - 1e-9)) - 1
     return float(np.partition(array, rank)[rank])

@@ -44,7 +44,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Total at the peak: score matrix, activations and logits are not held together, so that the largest counts."""
+        """Bytes at the peak. Score matrix, activations and logits are not held together: only the largest counts."""
         held = self.weights + self.kv_cache + self.gathered + self.runtime
         return held + max(self.scores, self.activations, self.logits)
 

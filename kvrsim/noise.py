@@ -159,7 +159,9 @@ class _Jitter:
     log_sd: float
     kind: tuple[int, ...]
     roots: list[tuple[int, int]]
-    drawn: dict[tuple[int, ...], list[Array]] = field(default_factory=dict)  # place -> blocks of (_BLOCK, samples)
+    drawn: dict[tuple[int, ...], list[Array]] = field(
+        default_factory=dict
+    )  # factors by place, in arrays of shape (_BLOCK, samples)
     generators: dict[tuple[int, ...], list[np.random.Generator]] = field(default_factory=dict)
 
     def __call__(self, place: tuple[int, ...], index: int) -> Array | float:
@@ -333,7 +335,7 @@ def _groups(pattern: re.Pattern[str], item: str) -> tuple[str, ...]:
 
 
 _SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
-_NORMAL = 1.959964  # 95 % of a normal distribution is within this many standard deviations of its mean
+_DEVIATES_OF_95_PERCENT = 1.959964  # end of a normal distribution's central 95 %, in standard deviations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -386,7 +388,7 @@ def _mean(ordered: np.typing.NDArray[np.float64]) -> Estimate:
     mean, count = float(ordered.mean()), len(ordered)
     if count < 2:
         return Estimate(value_s=mean, low_s=None, high_s=None)
-    half = _NORMAL * float(ordered.std(ddof=1)) / math.sqrt(count)
+    half = _DEVIATES_OF_95_PERCENT * float(ordered.std(ddof=1)) / math.sqrt(count)
     return Estimate(value_s=mean, low_s=mean - half, high_s=mean + half)
 
 

@@ -73,7 +73,7 @@ def calibrate(
 
 
 def profile_of(args: PrefillArgs) -> CalibrationProfile:
-    """Return the profile whose kernels the engine runs."""
+    """Return the profile of the kernels that the engine runs."""
     from kvrsim.kernels.profile import load_profile
 
     if args.profile == "roofline":

@@ -122,7 +122,7 @@ class Partition:
 
 ROOFLINE = "roofline"
 KERNELS = ATTENTION_KERNELS
-_MOST_HELD = 0.9  # largest share of a GPU's multiprocessors that messages take
+_MOST_MESSAGE_SHARE = 0.9  # largest share of a GPU's multiprocessors that messages take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class Scenario:
     kernel: str  # attention kernel, one of KERNELS
     layout: Layout | None = None  # layout of all GPUs; None before a strategy is applied
     group: Group | None = None  # GPUs of each rank, if several; `cluster` then has groups as ranks
-    gather: Group | None = None  # ranks whose tokens are gathered for shared experts
+    gather: Group | None = None  # ranks that gather their tokens for shared experts
     memory_fraction: float = DEFAULT_MEMORY_FRACTION  # share of each GPU's memory that the prefill may use
     engine: Engine | None = None  # serving engine; None: the kernels and the profile's host
     expert_parallel: bool = False  # whether whole routed experts are spread over all GPUs
@@ -384,7 +384,7 @@ class Scenario:
         The share is that of the multiprocessors that messages occupy or, if not measured, `pending_share`.
         """
         held = 0 if self.profile is None else self.profile.links.message_sms
-        return min(held / self.cluster.gpu.num_sms, _MOST_HELD) if held else self.pending_share
+        return min(held / self.cluster.gpu.num_sms, _MOST_MESSAGE_SHARE) if held else self.pending_share
 
     @property
     def optimistic_cost(self) -> CostModel:

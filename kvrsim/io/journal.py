@@ -15,12 +15,12 @@ from kvrsim.errors import InputError
 if sys.platform != "win32":
     import fcntl
 
-kept: list[Path] = []  # journals of work that this process has interrupted
+kept: list[Path] = []  # journals of work that was interrupted in this process
 _FLAGS = os.O_RDWR | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class Journal:
-    """A file whose first line describes the work; each other line is a result.
+    """A file of results: the first line describes the work, each other line is a result.
 
     Enter it to lock the file for this process, and to read the results of interrupted work. Leave it to release the
     lock. A file without results is removed then. Raises InputError naming `output` where the file is that of other

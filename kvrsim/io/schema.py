@@ -141,7 +141,7 @@ def parse_json(text: str | bytes) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonObject:
-    """A JSON object whose values are checked as they are read; null counts as absent."""
+    """A JSON object that checks its values as they are read; null counts as absent."""
 
     fields: Mapping[str, Any]  # the object as the json module returns it
     where: str  # name of the argument and the file, for messages
@@ -162,7 +162,7 @@ class JsonObject:
         return cls(fields=content, where=f"{argument} {name}")
 
     def error(self, key: str, accepted: str, value: object = _REQUIRED) -> InputError:
-        """Error for a key whose value is not accepted; `value`: the wrong part, if only a part is wrong."""
+        """Error for the value of a key; `value`: the wrong part, if only a part is wrong."""
         value = self.fields.get(key, "nothing") if value is _REQUIRED else value
         text = value if isinstance(value, str) else json.dumps(value)
         return InputError(f"{self.where}: {self.key_path}{key}", text, accepted)

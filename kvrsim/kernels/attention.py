@@ -45,7 +45,7 @@ _ROUNDING = 1e-9  # relative tolerance for rounding errors
 _WIDEST_EXPANDED = 256  # largest width of an expanded head's key; wider keys are latents
 _FP32_BYTES = 4
 _NOT_COUNTED = np.full(1, np.nan)
-_TOGETHER = 2**13  # elements up to which the blocks of all counts are one array; larger arrays cause page faults
+_MOST_ELEMENTS = 2**13  # largest array that holds the blocks of all counts; larger arrays cause page faults
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -318,7 +318,7 @@ class FlashRates:
     def _step_s(self, call: AttentionCall) -> Any:
         """Seconds of one tile of queries on one block of keys: products or softmax, whichever is longer.
 
-        The result is an array in a fit, whose rows have different head widths.
+        In a fit the result is an array, because rows have different head widths.
         """
         return np.maximum(self.block_s * call.mean_head_dim / 128, self.softmax_s)
 
@@ -388,7 +388,7 @@ class LatentRates:
 
 
 class MergedCost(MixerCost):
-    """A mixer whose results for blocks of keys are merged in fp32, weighted by their log-sum-exp, as rings do."""
+    """A mixer that merges its results for blocks of keys in fp32, weighted by their log-sum-exp, as rings do."""
 
     mixer: Attention | LatentAttention
 
@@ -505,7 +505,7 @@ class SoftmaxCost(MergedCost):
         if self.traits.lower_bound and mixer.reach is None:  # then seconds are linear in the keys before the block
             numbers = [number.mean(keepdims=True) for number in numbers]
         lengths = [len(number) for number in numbers]
-        if len(counts) > 1 and sum(lengths) * np.size(chunk) > _TOGETHER:
+        if len(counts) > 1 and sum(lengths) * np.size(chunk) > _MOST_ELEMENTS:
             return np.concatenate([self.in_blocks_s(chunk, prefix, (count,)) for count in counts])
         whole_s = self.attention_s(chunk, prefix)
         if counts == (1,):

@@ -1,4 +1,4 @@
-"""CostModel: seconds of device time for one operation, in three ways.
+"""CostModel: seconds of device time for one operation, by one of three classes.
 
 CalibratedCost uses the measured rates of a profile, RooflineCost the limits of a datasheet (Williams et al., 2009).
 WeightedCost multiplies the parts of another cost model by weights, so that one run shows the effect of each part.
@@ -151,7 +151,7 @@ class RooflineCost:
 
     traits: KernelTraits
     bytes_per_s: float  # bandwidth of device memory
-    flops_per_s: float  # FLOP/s of the request's dtype; with fp8 those of half precision, as attention uses it
+    flops_per_s: float  # FLOP/s of the request's dtype; with fp8 those of half precision, in which attention computes
     low_flops_per_s: float  # FLOP/s of products with quantised inputs, where the GPU supports them
 
     @classmethod

@@ -243,7 +243,7 @@ def merge(mixer: Attention | LatentAttention, *, fused: bool, part: bool) -> Tra
 
 
 def measured_merge(mixer: Attention | LatentAttention) -> Traffic:
-    """Traffic of a merge whose rate is measured; this rate includes the starts of its kernels."""
+    """Traffic of a merge, for profiles that measured its rate; the rate includes the starts of the kernels."""
     return Traffic("merge", _MEASURED_MERGE * mixer.num_attention_heads * (mixer.v_head_dim + 1), 0)
 
 

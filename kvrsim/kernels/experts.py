@@ -104,7 +104,7 @@ class GroupedRates:
     weight_bytes_per_s: float  # rate of reading the experts' weights
     row_bytes_per_s: float  # rate of moving rows: permuted, quantised, activated, summed up
     tile_rows: NonNegative  # rows of a tile; half of the last tile of each expert is empty on average
-    tile_features: NonNegative  # number of features whose sum takes as long as a tile's start and end
+    tile_features: NonNegative  # number of features that take as long as a tile's start and end
     start_s: NonNegative  # seconds to start all kernels together
 
     def seconds(self, call: ExpertsCall, batch: int, width: Width) -> Array:
@@ -139,7 +139,7 @@ class ExpertRates:
         return None if kind is None else (self.types[kind], GEMM_TYPES[kind])
 
     def priced_as(self, compute: str) -> str | None:
-        """The measured type whose rates price a quantised type; None if no measured type is similar."""
+        """The measured type that provides the rates of a quantised type; None if no measured type is similar."""
         return next((one for one in alike(compute) if one in self.types), None)
 
 

@@ -24,7 +24,7 @@ from kvrsim.program import Array
 # Shares of HostRates.layer_s before, in and after attention. Eager Llama issues about 21 kernels up to
 # rotary, 10 in attention and 14 after it.
 _HOST_SHARES = (21 / 45, 10 / 45, 14 / 45)
-_MANY = 512  # number of chunks from which equal chunks are computed only once
+_LEAST_UNIQUE = 512  # least number of chunks for which equal chunks are computed only once
 
 
 class LayerKernels(NamedTuple):
@@ -45,7 +45,7 @@ def mixer_cost(mixer: Mixer, setting: LayerSetting) -> MixerCost:
 
 
 def mlp_width(mlp: Sequence[Gemm]) -> int:
-    """Features inside an MLP: the input width of the last matrix whose output has the width of the MLP's input."""
+    """Features inside an MLP: the input width of the last matrix that returns to the width of the MLP's input."""
     back = (gemm.in_features for gemm in reversed(mlp) if gemm.out_features == mlp[0].in_features)
     return next(back, 0)
 
@@ -83,7 +83,7 @@ class LayerCosts:
         self.has_state = isinstance(layer.mixer, Recurrence)  # whether a token needs the state after all earlier tokens
         # Number of all-reduces in a group of GPUs: one per block, or one if the blocks run in parallel.
         self.num_sums = min(1, layer.num_blocks) if model.parallel_attn else layer.num_blocks
-        # Whether packing for an exchange takes time: only in profiles with measured copies of the runtime.
+        # Whether packing for an exchange takes time: only where the profile measured the copies of the runtime.
         self.packs = self.has_mixer and traits.copies.own > 0
         # Host seconds of launches up to the rotary embedding, of attention, and of operations after attention.
         self.host_qkv_s, self.host_attention_s, self.host_output_mlp_s = (
@@ -99,7 +99,7 @@ class LayerCosts:
 
     @property
     def merging(self) -> MergedCost:
-        """Costs of a mixer whose results for blocks of keys can be merged."""
+        """Costs of a mixer that can merge its results for blocks of keys."""
         assert isinstance(self._mixer, MergedCost), "a mixer whose blocks are not merged"
         return self._mixer
 
@@ -127,7 +127,7 @@ class LayerCosts:
         launches the layer faster than the device computes it; the lower bound of proofs allows all.
         """
         # WeightedCost is not computed by distinct pairs, because each column has its own weights.
-        if not (isinstance(self.cost, CalibratedCost) and np.size(chunk) >= _MANY):
+        if not (isinstance(self.cost, CalibratedCost) and np.size(chunk) >= _LEAST_UNIQUE):
             return self._in_blocks(counts, chunk, prefix)
         chunk, prefix = np.broadcast_arrays(chunk, prefix)
         # A search changes few chunks at a time, so most pairs occur several times.
@@ -167,7 +167,7 @@ class LayerCosts:
 
     # -- messages
     def forwarded_kv_bytes(self, end: Array) -> Array:
-        """Bytes that a rank forwards: the cache up to `end` without the cached prefix, a window's end, or a state."""
+        """Bytes that a rank forwards: the new tokens' cache up to `end`, the last tokens of a window, or a state."""
         if self._mixer is None:
             return np.zeros_like(end)
         cached = self.setting.cached_prefix

@@ -31,7 +31,7 @@ class LayerSetting:
     model: ModelSpec  # one GPU's share of the model
     cost: CostModel
     host: HostRates = NO_HOST
-    cached_prefix: int = 0  # tokens of the cached prefix, whose K and V are not sent
+    cached_prefix: int = 0  # tokens of the cached prefix; its K and V are not sent
     sends_overlap: bool = True
     resync_s: float = 0.0  # device time lost after a layer's communication
     group: Group | None = None  # GPUs of the rank, which split the model; None: one GPU

@@ -90,7 +90,7 @@ class PrefixAccessPlan:
         return 0.0 if self.access == "whole" else 1.0 / self.num_ranks
 
     def load(self, prefix_bytes: Array, *, reads_peers: bool) -> Load | None:
-        """Load of a rank for a layer whose prefix has `prefix_bytes` bytes; None if the rank loads nothing.
+        """Load of a rank for a layer with a prefix of `prefix_bytes` bytes; None if the rank loads nothing.
 
         Data from host or store stays in memory, so all layers are loaded one after another from the beginning. Data
         from other ranks is dropped after its layer: at most two layers are in memory, the current one and the next.
@@ -123,7 +123,7 @@ LOCAL_PREFIX = PrefixAccessPlan()
 
 
 def plan_prefix_access(placement: PrefixPlacement, access: PrefixAccess | None, cluster: Cluster) -> PrefixAccessPlan:
-    """Plan the access on a cluster whose ranks are GPUs or groups; `access` None: the default of the placement."""
+    """Plan the access on a cluster with GPUs or groups as ranks; `access` None: the default of the placement."""
     if placement.place == "all":
         return LOCAL_PREFIX
     path = placement.path(cluster)
@@ -135,11 +135,11 @@ def plan_prefix_access(placement: PrefixPlacement, access: PrefixAccess | None, 
         num_ranks=cluster.num_gpus,
         source=path,
         source_name=placement.place,
-        peers=_between(cluster) if access == "pass-kv" else None,
+        peers=_slowest_path(cluster) if access == "pass-kv" else None,
     )
 
 
-def _between(cluster: Cluster) -> Path:
+def _slowest_path(cluster: Cluster) -> Path:
     """Slowest path to a neighbour; on a bus with one rank's share of the bandwidth, because all ranks read at once."""
     ranks = cluster.num_gpus
     path = min(

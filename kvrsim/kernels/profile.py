@@ -109,7 +109,7 @@ class KernelRates:
         return None if measured is None else measured.of(call)
 
     def priced_as(self, compute: str | None) -> str | None:
-        """The type whose rates price a type of product: the type itself or the most similar; None: half precision."""
+        """The type that provides the rates of a type of product: itself or the most similar; None: half precision."""
         return next((one for one in alike(compute) if one in self.gemm_types), None)
 
     def gemm_of(self, compute: str | None, element_bytes: int) -> tuple[GemmRates, Width]:
@@ -263,7 +263,7 @@ def load_profile(name_or_path: str | Path, argument: str = "profile") -> Calibra
 
 
 _NEWTON_STEPS = 60  # largest number of steps of Newton's method, which needs about five
-_ENOUGH = 1e-12  # relative change below which the iteration ends
+_NEWTON_TOLERANCE = 1e-12  # relative change below which the iteration ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,7 +292,7 @@ class Clock:
             done = share * elapsed - (1 - share) * tau * np.expm1(-elapsed / tau)
             step = (busy - done) / (share + (1 - share) * decay)
             elapsed = elapsed + np.maximum(step, 0.0)
-            if np.all(step <= _ENOUGH * elapsed):
+            if np.all(step <= _NEWTON_TOLERANCE * elapsed):
                 break
         return np.asarray(elapsed)
 

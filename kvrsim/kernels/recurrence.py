@@ -32,14 +32,14 @@ _AROUND_KERNELS = {"gated_delta": 14, "kda": 14}
 RECURRENCES = tuple(SCAN_CHUNK)
 # Kinds without rates use those of a similar kind.
 _ALIKE = {"gated_delta": "kda", "kda": "gated_delta", "mamba2": "gated_delta", "linear": "mamba2", "scan": "mamba2"}
-_CHUNK_S = 1.5e-6  # a chunk's step took 1.2 to 1.8 us on all GPUs whose scans were measured
+_CHUNK_S = 1.5e-6  # a chunk's step took 1.2 to 1.8 us on all measured GPUs
 _SIZES = (
     *("kind", "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"),
     *("conv_channels", "conv_kernel"),
 )
 _SCAN_FLOPS = 9  # FLOPs per token and element of a diagonal state: decay, input, product, sum (Mamba's scan)
-_ELEMENTWISE = 16  # FLOPs on tensor cores in the time of one elsewhere: 312 and 19.5 TFLOP/s on an A100
-_FP32 = 2  # half-precision elements with the bytes of one fp32 element
+_TENSOR_CORE_SPEEDUP = 16  # rate of tensor cores over that of other units: 312 and 19.5 TFLOP/s on an A100
+_FP32_ELEMENTS = 2  # number of half-precision elements that have the bytes of one fp32 element
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class RecurrenceCall:
         """
         chunk, keys, values = SCAN_CHUNK[self.kind], self.key_head_dim, self.value_head_dim
         if self.kind == "scan":
-            return float(_ELEMENTWISE * _SCAN_FLOPS * self.num_value_heads * keys * values)
+            return float(_TENSOR_CORE_SPEEDUP * _SCAN_FLOPS * self.num_value_heads * keys * values)
         if self.kind in ("mamba2", "linear"):
             head = chunk * values + 4.0 * keys * values
             return self.num_value_heads * head + self.num_key_heads * chunk * keys
@@ -89,8 +89,8 @@ class RecurrenceCall:
         chunk, keys, values = SCAN_CHUNK[self.kind], self.key_head_dim, self.value_head_dim
         state = keys * values / chunk
         if self.kind in ("mamba2", "linear", "scan"):
-            return self.num_value_heads * (2 * values + 4 * _FP32 * state) + self.num_key_heads * 2.0 * keys
-        decays = 3 * _FP32 * keys + 4 * keys if self.kind == "kda" else 0
+            return self.num_value_heads * (2 * values + 4 * _FP32_ELEMENTS * state) + self.num_key_heads * 2.0 * keys
+        decays = 3 * _FP32_ELEMENTS * keys + 4 * keys if self.kind == "kda" else 0
         return self.num_value_heads * (4.0 * keys + 6.0 * values + 2.0 * state + decays)
 
     @property
@@ -200,7 +200,7 @@ class RecurrenceRates:
             raise InputError("kinds", "none", f"rates of one or more of {', '.join(RECURRENCES)}")
 
     def priced_as(self, kind: str) -> str:
-        """The kind whose rates are used: the kind itself, or a similar one."""
+        """The kind that provides the rates: the kind itself, or a similar one."""
         return next((one for one in (kind, _ALIKE[kind]) if one in self.kinds), next(iter(self.kinds)))
 
     def of(self, call: RecurrenceCall) -> KindRates:

@@ -96,8 +96,8 @@ def group_of(cluster: Cluster, size: int, share: ModelSpec) -> Group:
     per_node = cluster.gpus_per_node if cluster.topology == "nodes" else None
     inside, nodes = (size, 1) if per_node is None or size <= per_node else (per_node, size // per_node)
     flows = cluster.num_gpus if cluster.shares_bandwidth else 1
-    near = _way_back(cluster, 0, inside - 1)
-    far = _way_back(cluster, 0, per_node) if nodes > 1 and per_node else near
+    near = _closing_path(cluster, 0, inside - 1)
+    far = _closing_path(cluster, 0, per_node) if nodes > 1 and per_node else near
     return Group(
         size=size,
         model=share,
@@ -106,7 +106,7 @@ def group_of(cluster: Cluster, size: int, share: ModelSpec) -> Group:
     )
 
 
-def _way_back(cluster: Cluster, first: int, last: int) -> Path:
+def _closing_path(cluster: Cluster, first: int, last: int) -> Path:
     """Path between the first and the last GPU of a ring: in a chain the longest, elsewhere like the others."""
     if first == last or last >= cluster.num_gpus:
         return Path(bandwidth_bytes_per_s=1.0, latency_s=0.0, shared_bus=False)  # a ring of one rank is never used
@@ -114,7 +114,7 @@ def _way_back(cluster: Cluster, first: int, last: int) -> Path:
 
 
 def grouped_cluster(cluster: Cluster, size: int) -> Cluster:
-    """The cluster whose ranks are groups of `size` GPUs: each GPU sends to the corresponding GPU of another group.
+    """The cluster with groups of `size` GPUs as ranks: each GPU sends to the corresponding GPU of another group.
 
     Raises InputError where nodes do not divide into such groups, or groups into nodes.
     """

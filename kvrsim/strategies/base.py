@@ -40,7 +40,7 @@ class Strategy:
     refuses: Refusal | None = None  # function returning the requirement that a model and number of ranks do not meet
     passes_state: bool = False  # whether chunks follow each other in rank order, so that a state can be sent on
     sends_in_turn: bool = False  # whether a rank's messages leave one after another, even over different links
-    carries_prefix: bool = False  # whether messages include shares of the cached prefix if no rank has all of it
+    carries_prefix: bool = False  # whether messages carry the shares of a cached prefix that no rank has whole
     splits_heads: bool = False  # whether a rank attends with some heads to all keys, and needs their K and V alone
     merges_blocks: bool = False  # whether a rank attends to one block of keys after another and merges the results
     approximate: str | None = None  # difference between its result and the model's own prefill; None: equal
@@ -204,7 +204,7 @@ class Step:
 
     @property
     def cached(self) -> Array:
-        """Number of tokens whose K and V were cached before the request."""
+        """Number of tokens that were cached before the request."""
         return self.starts[0]
 
     @property

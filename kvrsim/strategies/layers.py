@@ -177,7 +177,7 @@ def _with_state(step: Step, rank: int, *, in_turn: bool) -> Iterator[Op]:
 def prefix_load(strategy: Strategy, step: Step, rank: int) -> Load | None:
     """Load of a layer's cached prefix on a rank; None if the rank loads nothing. Only the first rank loads a state."""
     costs = step.costs
-    if strategy.pipeline is not None and costs.setting.prefix.source is None:  # a stage has its layers' prefix
+    if strategy.pipeline is not None and costs.setting.prefix.source is None:  # a stage holds the prefix of its layers
         return None
     if not costs.has_mixer or (costs.has_state and rank):
         return None
