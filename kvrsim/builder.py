@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvrsim.arguments import ScenarioArgs, ScenariosArgs, takes
-from kvrsim.coverage import coverage_notes, expert_notes, precision_notes
+from kvrsim.coverage import coverage_notes, expert_notes, placement_notes, precision_notes
 from kvrsim.engine import NO_ENGINE, SHORT_TOKENS, Engine, load_engine
 from kvrsim.errors import InputError
 from kvrsim.hardware import (
@@ -20,7 +20,7 @@ from kvrsim.hardware import (
     load_gpu,
     load_link,
 )
-from kvrsim.kernels.prefix import PrefixPlacement, placement_notes
+from kvrsim.kernels.prefix import PrefixPlacement
 from kvrsim.kernels.profile import CalibrationProfile, load_profile, profile_of_sibling
 from kvrsim.model.load import known_shape, load_model
 from kvrsim.model.spec import ModelSpec
@@ -256,7 +256,7 @@ def _model_notes(scenario: Scenario) -> list[str]:
     notes.extend(note("model", model=model.name, approximation=sentence) for sentence in model.approximations)
     notes.extend(precision_notes(scenario))
     notes.extend(expert_notes(scenario))
-    notes.extend(placement_notes(scenario.prefix_placement, scenario.cluster, request.cached_prefix))
+    notes.extend(placement_notes(scenario))
     return notes
 
 

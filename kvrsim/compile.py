@@ -25,7 +25,6 @@ from kvrsim.strategies.layers import (
     refusal,
     request,
 )
-from kvrsim.strategies.load import where
 
 
 def for_strategy(scenario: Scenario, strategy: Strategy) -> Scenario:
@@ -175,4 +174,6 @@ def _layer(strategy: Strategy, step: Step, rank: int) -> tuple[Op, ...]:
     except Exception as error:
         if _is_own(strategy):
             raise
+        from kvrsim.strategies.load import where  # imported only for errors
+
         raise InputError("strategy", strategy.name, f"a layer that runs ({where(error)})") from error

@@ -1,4 +1,4 @@
-"""Notes on what a profile has no rates for: kinds of layers, routed experts, types of quantised products."""
+"""Notes on missing rates (kinds of layers, routed experts, types of quantised products) and on the cached prefix."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from kvrsim.hardware import prefix_link
 from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.kernels.profile import CalibrationProfile, KernelRates
 from kvrsim.kernels.sparse import sparse_call
@@ -14,6 +15,7 @@ from kvrsim.model.mixers import RECURRENCE_TITLES, LatentAttention, Mixer, Recur
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.notes import Note, note
 from kvrsim.scenario import Scenario
+from kvrsim.units import format_bandwidth
 
 
 def coverage_notes(model: ModelSpec, profile: CalibrationProfile, element_bytes: int) -> Iterator[Note]:
@@ -119,3 +121,20 @@ def _substitute(compute: str, priced: str | None, half: str, scenario: Scenario)
     if compute == "int8" or "fp8" in scenario.cluster.gpu.peak_flops:
         return f"{half}, which is slower: the predicted TTFT of long prompts is too long"
     return f"{half}, as engines do on a GPU without such arithmetic"
+
+
+def placement_notes(scenario: Scenario) -> Iterator[Note]:
+    """Note on a cached prefix that is not on every rank."""
+    placement, cluster = scenario.prefix_placement, scenario.cluster
+    if placement.place == "all" or not scenario.request.cached_prefix:
+        return
+    if (path := placement.path(cluster)) is None:
+        yield note("cached prefix, moved")
+        return
+    rate, place = format_bandwidth(path.bandwidth_bytes_per_s), placement.place
+    if placement.bytes_per_s is not None:
+        yield note("cached prefix, given", rate=rate)
+        return
+    assumed = place == "remote" and cluster.network is None
+    why = f" and assumed, as {cluster.name} has no network between nodes" if assumed else ""
+    yield note("cached prefix, nominal", rate=rate, link=prefix_link(cluster, place).name, why=why, place=place)

@@ -344,7 +344,7 @@ def load_link(name_or_path: str | pathlib.Path, argument: str = "link") -> LinkS
     return LinkSpec.read(named_object(name_or_path, argument, _shipped("links")))
 
 
-def prefix_link(cluster: Cluster, place: Literal["host", "remote"]) -> LinkSpec:
+def prefix_link(cluster: Cluster, place: str) -> LinkSpec:
     """The nominal link over which a GPU loads a cached prefix: its host link, or its share of the network."""
     if place == "remote" and cluster.network is not None:
         return cluster.network

@@ -122,6 +122,7 @@ class Partition:
 
 ROOFLINE = "roofline"
 KERNELS = ATTENTION_KERNELS
+_NO_TIME = 1e-30  # factor on the time of links that take none
 _MOST_MESSAGE_SHARE = 0.9  # largest share of a GPU's multiprocessors that messages take
 
 
@@ -271,9 +272,9 @@ class Scenario:
         quiet = self.with_own_links(1e30, latency_s=0.0)
         quiet = replace(quiet, prefix_placement=ON_EVERY_RANK, prefix_access=None)
         if self.group is not None:
-            quiet = replace(quiet, group=self.group.without_links())
+            quiet = replace(quiet, group=self.group.slower(_NO_TIME))
         if self.gather is not None:
-            quiet = replace(quiet, gather=self.gather.without_links())
+            quiet = replace(quiet, gather=self.gather.slower(_NO_TIME))
         if quiet.profile is None:
             return quiet
         links = replace(quiet.profile.links, pending_share=0.0, message_sms=0)

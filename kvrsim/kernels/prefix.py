@@ -15,7 +15,7 @@ from kvrsim.choices import PREFIX_PLACEMENTS, PrefixAccess, PrefixPlace
 from kvrsim.errors import InputError
 from kvrsim.hardware import Cluster, Path, prefix_link
 from kvrsim.program import Array, Load
-from kvrsim.units import MAX_BYTES_PER_S, format_bandwidth, parse_bandwidth
+from kvrsim.units import MAX_BYTES_PER_S, parse_bandwidth
 
 _ACCEPTED = f"{', '.join(PREFIX_PLACEMENTS)}; host and remote may have a bandwidth per GPU, such as remote:10GB/s"
 _LOADED: tuple[PrefixPlace, ...] = ("host", "remote")
@@ -54,7 +54,7 @@ class PrefixPlacement:
 
     def path(self, cluster: Cluster) -> Path | None:
         """The path over which a GPU loads the prefix; None if the prefix is on the GPUs."""
-        if self.place != "host" and self.place != "remote":
+        if self.place not in _LOADED:
             return None
         link = prefix_link(cluster, self.place)
         rate = link.bandwidth_bytes_per_s if self.bytes_per_s is None else self.bytes_per_s
@@ -146,22 +146,3 @@ def _slowest_path(cluster: Cluster) -> Path:
         (cluster.path(rank, (rank + 1) % ranks) for rank in range(ranks)), key=lambda one: one.bandwidth_bytes_per_s
     )
     return replace(path, bandwidth_bytes_per_s=path.bandwidth_bytes_per_s / ranks) if path.shared_bus else path
-
-
-def placement_notes(placement: PrefixPlacement, cluster: Cluster, cached_prefix: int) -> list[str]:
-    """Notes on a prefix that is not on every rank; none without a prefix."""
-    if placement.place == "all" or not cached_prefix:
-        return []
-    path = placement.path(cluster)
-    if path is None:
-        return ["cached prefix: moving it is simulated, it was not measured on any engine"]
-    rate = format_bandwidth(path.bandwidth_bytes_per_s)
-    if placement.bytes_per_s is not None:
-        return [
-            f"cached prefix: loaded at {rate} per GPU, as given; assumed to be reached in full, whatever else moves"
-        ]
-    name = prefix_link(cluster, "host" if placement.place == "host" else "remote").name
-    rate_text = f"{rate} per GPU, the nominal bandwidth of {name}, which is not measured"
-    if placement.place == "remote" and cluster.network is None:
-        rate_text += f" and assumed, as {cluster.name} has no network between nodes"
-    return [f"cached prefix: loaded at {rate_text}; {placement.place}:BANDWIDTH overrides it"]

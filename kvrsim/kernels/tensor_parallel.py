@@ -73,11 +73,6 @@ class Group:
         """The group over links that are slower by `factor`."""
         return replace(self, inside=cached_scale(self.inside, factor), across=cached_scale(self.across, factor))
 
-    def without_links(self) -> Group:
-        """The group over links that take no time."""
-        free = Path(bandwidth_bytes_per_s=1e30, latency_s=0.0, shared_bus=False)
-        return replace(self, inside=replace(self.inside, path=free), across=replace(self.across, path=free))
-
 
 def all_reduce(group: Group, nbytes: Array, more_s: float) -> Collective:
     """All-reduce of `nbytes` over the GPUs of a group; `more_s` is added to the kernel's seconds."""

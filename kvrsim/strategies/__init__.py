@@ -11,7 +11,6 @@ from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.gather import INTERLEAVE, TSP, ZIGZAG
 from kvrsim.strategies.kv_runahead import KVR_B, KVR_DIRECT, KVR_E, KVR_P, KVR_S
 from kvrsim.strategies.layers import SINGLE, TENSOR_PARALLEL
-from kvrsim.strategies.load import from_file, is_file
 from kvrsim.strategies.pipeline import PIPELINE, PIPELINE_SEARCHED
 from kvrsim.strategies.ring import RING, STRIPED, ZIGZAG_RING
 from kvrsim.strategies.ulysses import ULYSSES
@@ -70,6 +69,8 @@ def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strat
         if between.group_size == 1 and between.partition_rule not in ("whole", "table"):
             return _with_degrees(between, replace(degrees, scheme=between.degrees.scheme))
         raise InputError(parameter, strategy, "tpN+ before a strategy that splits the context or the layers")
+    from kvrsim.strategies.load import from_file, is_file  # imported only for names that kvrsim has not
+
     if is_file(strategy):
         return get_strategy(from_file(strategy, parameter), parameter)
     known = ", ".join(STRATEGIES)
