@@ -173,10 +173,6 @@ class Pool:
     service: Service
     replicas: int
 
-    def __post_init__(self) -> None:
-        assert np.isfinite(self.service.ttft_s).all()
-        assert self.replicas >= 1
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolRun:

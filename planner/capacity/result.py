@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -159,8 +160,10 @@ class FleetAnswer:
 
     def point(self) -> dict[str, Any]:
         """Plain JSON values of the fleet as a point on the Pareto front."""
-        cost = fields_to_json(self, "num_gpus", "cost_per_hour")
-        return cost | {"fleet": self.describe(), "ttft_s": self.target_ttft_s}
+        return fields_to_json(self, "num_gpus", "cost_per_hour") | {
+            "fleet": self.describe(),
+            "ttft_s": self.target_ttft_s,
+        }
 
     def describe(self) -> str:
         """Groups in words: "3 × 2 GPUs for 1 to 4096 tokens, 1 × 8 GPUs for 4097 to 9000 tokens"."""
@@ -253,11 +256,9 @@ class CapacityPlan(Displayed):
 
     def pareto(self) -> list[FleetAnswer]:
         """Fleets of `tried` that are at least _GAIN faster than all cheaper ones, cheapest first."""
-        by_cost = self.request.limits.by_cost
+        cost = attrgetter("cost_per_hour" if self.request.limits.by_cost else "num_gpus", "target_ttft_s")
         front: list[FleetAnswer] = []
-        for one in sorted(
-            self.tried, key=lambda one: (one.cost_per_hour if by_cost else one.num_gpus, one.target_ttft_s)
-        ):
+        for one in sorted(self.tried, key=cost):
             if one.target_ttft_s < (front[-1].target_ttft_s * (1 - _GAIN) if front else math.inf):
                 front.append(one)
         return front
@@ -278,9 +279,8 @@ class CapacityPlan(Displayed):
             | fields_to_json(self, "slo_ttft_s", "percentile")
             | {"objective": self.request.objective}
             | self.scenario.memory_limit.to_dict()
-            | fields_to_json(
-                self, "workload", "kv_transfer", "decode_fleet", "simulated_requests", "seconds", "would_meet"
-            )
+            | fields_to_json(self, "workload", "kv_transfer", "decode_fleet", "simulated_requests", "seconds")
+            | fields_to_json(self, "would_meet")
             | self.assumptions()
             | fields_to_json(self, "warnings")
         )

@@ -424,10 +424,7 @@ class FleetSearch:
             low, high = high, min(most, max(high + 1, math.ceil(high * 1.25)))
         while high - low > 1:
             middle = (low + high) // 2
-            if bucket.late(middle) <= allowed:
-                high = middle
-            else:
-                low = middle
+            low, high = (low, middle) if bucket.late(middle) <= allowed else (middle, high)
         return high
 
     def answers(self, fits: Sequence[Fit]) -> list[FleetAnswer]:

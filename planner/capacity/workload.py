@@ -57,13 +57,6 @@ class Workload:
     output_tokens: Lengths
     notes: tuple[str, ...] = ()  # texts about repaired and omitted requests
 
-    def __post_init__(self) -> None:
-        assert len(self.arrival_s)
-        assert (np.diff(self.arrival_s) >= 0).all()
-        assert (self.context_len >= 1).all()
-        assert (self.context_len <= MAX_TOKENS).all()
-        assert ((self.cached_prefix >= 0) & (self.cached_prefix < self.context_len)).all()
-
     def __len__(self) -> int:
         return len(self.arrival_s)
 
@@ -84,13 +77,8 @@ class Workload:
 
     def select(self, index: npt.NDArray[Any] | slice, arrival_s: Array | None = None) -> Workload:
         """The requests with these indices, at their own arrival times or at the given ones."""
-        return replace(
-            self,
-            arrival_s=self.arrival_s[index] if arrival_s is None else arrival_s,
-            context_len=self.context_len[index],
-            cached_prefix=self.cached_prefix[index],
-            output_tokens=self.output_tokens[index],
-        )
+        lengths = {name: getattr(self, name)[index] for name in ("context_len", "cached_prefix", "output_tokens")}
+        return replace(self, arrival_s=self.arrival_s[index] if arrival_s is None else arrival_s, **lengths)
 
     def busiest(self, count: int) -> Workload:
         """The `count` successive requests with the most new tokens per second."""
@@ -115,36 +103,31 @@ class Workload:
             raise InputError("rate_scale", f"{factor:g}", f"at most {MAX_REQUESTS} requests in all")
         copies, rest = int(factor), factor - int(factor)
         period_s = self.duration_s * (1 + 1 / max(1, len(self) - 1))  # adds a mean gap after the last request
-        times: list[Array] = []
-        picks: list[Lengths] = []
+        parts: list[tuple[Array, Lengths]] = []
         for copy in range(copies + (rest > 0)):
             pick = np.arange(len(self))
             if copy == copies:
                 pick = pick[rng.random(len(self)) < rest]
             offset_s = rng.uniform(0, period_s) if copy and period_s else 0.0
-            times.append((self.arrival_s[pick] + offset_s) % period_s if offset_s else self.arrival_s[pick])
-            picks.append(pick)
-        arrival_s, pick = np.concatenate(times), np.concatenate(picks)
+            parts.append(((self.arrival_s[pick] + offset_s) % period_s if offset_s else self.arrival_s[pick], pick))
+        arrival_s, pick = map(np.concatenate, zip(*parts, strict=True))
         if not len(pick):
             raise InputError("rate_scale", f"{factor:g}", "a factor that leaves at least one request")
         order = np.argsort(arrival_s, kind="stable")
-        how = "copies shifted in time by random offsets" if copies > 1 or (copies and rest) else "a random sample"
+        how = "copies shifted in time by random offsets" if factor > 1 else "a random sample"
         note = f"{factor:g} times the requests in the same time: {how}"
-        made = self.select(pick[order], arrival_s[order] - arrival_s[order[0]])
-        return replace(made, notes=(*self.notes, note))
+        scaled = self.select(pick[order], arrival_s[order] - arrival_s[order[0]])
+        return replace(scaled, notes=(*self.notes, note))
 
     def summary(self) -> dict[str, Any]:
         """Summary statistics as plain JSON values."""
         gaps = np.diff(self.arrival_s)
         mean_gap = float(gaps.mean()) if len(gaps) else 0.0
+        columns = {"context": self.context_len, "new": self.new_tokens, "output": self.output_tokens}
         lengths = {
-            name: {"mean": float(tokens.mean())}
+            f"{name}_tokens": {"mean": float(tokens.mean())}
             | {key: int(percentile_of(tokens, percent)) for key, percent in _PERCENTILES.items()}
-            for name, tokens in (
-                ("context_tokens", self.context_len),
-                ("new_tokens", self.new_tokens),
-                ("output_tokens", self.output_tokens),
-            )
+            for name, tokens in columns.items()
         }
         return {
             "name": self.name,

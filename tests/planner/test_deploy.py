@@ -156,17 +156,3 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no flag here places the cached prefix (host:20GB/s)" in err
     out, _ = run(capsys, 0, "--only-deployable", "trtllm", "--json")
     assert {one["strategy"] for one in json.loads(out)["strategies"]} == {"single", "tp", "pp", "tp2+pp", "tp4+pp1"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "start"),
-    [
-        (("--emit", "tgi"), "--emit: got 'tgi', accepted: one of vllm, sglang, trtllm"),
-        (("--only-deployable", "vllm", "--strategies", "kvr-s"), "--strategies: got 'kvr-s', accepted: what vllm"),
-    ],
-)
-def test_mistakes(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], start: str) -> None:
-    out, err = run(capsys, 2, *arguments)
-    assert out == ""
-    assert err.startswith(f"kvrsim: error: {start}")
-    assert len(err.splitlines()) == 1

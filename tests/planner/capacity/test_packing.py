@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvrsim.errors import InputError
 from kvrsim.executors.run import run_partition
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
-from planner.capacity.fleet import Overlap, Pool, PoolRun, Service, run_pool
+from planner.capacity.fleet import Pool, PoolRun, Service, run_pool
 from planner.capacity.packing import Packing, PackingRule, Piece
 from planner.capacity.times import StrategyPolicy
 from tests.building import examples
@@ -97,18 +98,7 @@ def test_two_in_a_step_are_between_the_longer_alone_and_both_in_turn(engine: str
 
 
 def served(packing: Packing, new: np.ndarray, arrival_s: np.ndarray, replicas: int) -> PoolRun:
-    none = np.zeros(len(new), dtype=np.int64)
-    service = Service(
-        ttft_s=np.ones(len(new)),
-        busy_s=np.ones(len(new)),
-        hold_s=np.zeros(len(new)),
-        length_class=none,
-        strategies=("pp",),
-        overlap=Overlap.whole(),
-        new_tokens=new,
-        cached_prefix=none,
-        packing=packing,
-    )
+    service = replace(Service.plain(np.ones(len(new))), new_tokens=new, packing=packing)
     return run_pool(Pool(arrival_s=arrival_s, service=service, replicas=replicas))
 
 

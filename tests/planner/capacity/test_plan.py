@@ -115,24 +115,6 @@ def test_a_sure_answer_is_no_smaller_and_its_interval_meets_the_target(capsys: p
     assert sure["interval"]["safe"]
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [
-        ("--requests", "nowhere.csv"),
-        ("--slo-ttft", "2"),
-        ("--price-per-gpu-hour", "1=2"),
-        ("--strategies", "tq8"),
-    ],
-)
-def test_mistakes_are_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
-    asked = {"--requests": SMALL, "--slo-ttft": "1s"} | {option: value}
-    code, out, err = run(capsys, *(part for pair in asked.items() for part in pair))
-    assert (code, out) == (2, "")
-    assert err.count("\n") == 1
-    assert option in err
-    assert "accepted" in err
-
-
 def test_long_traces_are_searched_on_a_stretch_and_judged_whole(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -6,7 +6,6 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvrsim.builder import make_scenario
@@ -107,13 +106,3 @@ def test_a_fleet_of_two_buckets_is_late_as_often_as_its_buckets(workload: Worklo
     design = (bucket(1, 1, 1500), bucket(1, 1501, 8192))
     late = sum(int((run.ttft_s > 1.0).sum()) for run in simulated.runs(tuple(group.of(4) for group in design)))
     assert late == sum(one.late(4) for one in simulated.buckets(design))
-
-
-def test_several_workloads_are_judged_together(workload: Workload, times: ServiceTimes) -> None:
-    half = workload.select(slice(0, len(workload) // 2))
-    both = simulator([workload, half], times, 1.0)
-    search = FleetSearch(both)
-    fit = search.fits(search.uniform())[0]
-    late = np.concatenate([run.ttft_s for run in both.runs(fit.fleet)]) > 1.0
-    assert late.sum() <= both.allowed
-    assert both.requests == len(workload) + len(half)

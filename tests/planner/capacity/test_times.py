@@ -83,18 +83,6 @@ def test_ranks_that_begin_within_their_slack_end_no_later(profile: str, new: int
     assert run_batch(too_late, asked.cluster)[-1, 0] > finish_s[0, -1] * 1.01
 
 
-def test_more_tokens_take_longer_and_a_cached_prefix_shortens_the_rest() -> None:
-    times = ServiceTimes(scenario("a100-eager"), 8192, 8191, CHAINS)
-    new, cached = np.array([256, 1024, 2048, 4096, 6144]), np.full(5, 2048)
-    for gpus in (1, 2):
-        alone = times.seconds(GroupType(gpus), new, 0 * cached)
-        behind = times.seconds(GroupType(gpus), new, cached)
-        whole = times.seconds(GroupType(gpus), new + cached, 0 * cached)
-        assert (np.diff(alone) > 0).all()
-        assert (behind >= alone).all()  # new tokens also attend to the prefix
-        assert (behind < whole).all()  # same context, but fewer tokens to compute
-
-
 def test_contexts_that_do_not_fit_in_memory_take_forever() -> None:
     times = ServiceTimes(scenario("a100-eager"), 32768, 0, CHAINS)
     most = int(times.most_tokens(GroupType(1)))

@@ -117,16 +117,6 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(answer["points"]) == 4 * 2 * 2 * 7
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("--strategies", "nonsense"), ("--link-bandwidths", "10GB/s,,1GB/s"), ("--plot", "map.txt"), ("--gpus", "2048")],
-)
-def test_mistakes_name_the_option(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = {"--ctx": "1k", "--gpus": "2"} | {option: value}
-    assert cli.main(["map", *(part for pair in arguments.items() for part in pair)]) == 2
-    assert option in capsys.readouterr().err
-
-
 def test_a_place_without_a_token_for_every_gpu_costs_only_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["map", "--ctx", "4,8", "--gpus", "2,8", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)

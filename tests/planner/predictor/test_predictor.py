@@ -61,13 +61,6 @@ def test_the_file_and_the_reader_say_the_same(predictor: TtftPredictor, tmp_path
         READER(plain, 9000)
 
 
-def test_the_reader_is_short_and_needs_no_package() -> None:
-    lines = (Path(__file__).parents[3] / "examples" / "read_predictor.py").read_text().splitlines()
-    assert len(lines) <= 60
-    imports = {line.split()[1].split(".")[0] for line in lines if line.startswith(("import ", "from "))}
-    assert imports <= {"json", "sys", "bisect", "itertools"}
-
-
 @pytest.mark.parametrize(
     ("asked", "named"),
     [

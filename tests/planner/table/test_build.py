@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import kvrsim
@@ -72,11 +71,6 @@ def test_between_entries_kvr_p_is_near_kvr_s(tables: dict[str, PartitionTable], 
             assert ttft_s(scenario, found.partition) <= 1.015 * search(scenario, KVR).ttft_s
 
 
-def test_the_printed_partition_is_recovered(tables: dict[str, PartitionTable]) -> None:
-    found = look_up(tables["a100-eager"], 4, 10240)
-    assert np.abs(np.array(found.fractions) - [0.350, 0.255, 0.210, 0.185]).max() < 0.012
-
-
 def test_kvr_p_takes_its_chunks_from_the_table(tables: dict[str, PartitionTable], tmp_path: Path) -> None:
     table = tables["a100-eager"]
     path = tmp_path / "table.json"
@@ -111,24 +105,6 @@ def test_a_table_of_another_setting_is_said(
     assert sum(plan.best.partition) == scenario.request.new_tokens
 
 
-def test_a_table_with_a_cached_prefix() -> None:
-    scenario, _ = make_scenario(ctx=8192, gpus=2, cached_prefix=2048)
-    table = make_table(scenario, (2,), (4096, 8192))
-    found = look_up(table, 2, 6000)
-    assert sum(found.partition) == 6000 - 2048
-    best_s = search(at(scenario, 2, 6000), KVR).ttft_s
-    assert ttft_s(at(scenario, 2, 6000), found.partition) <= 1.015 * best_s
-
-
-@pytest.mark.parametrize(
-    ("argument", "wrong"), [("ctx", {"ctx": []}), ("gpus", {"gpus": "512", "ctx": "256"}), ("jobs", {"jobs": "many"})]
-)
-def test_mistakes_name_the_argument(argument: str, wrong: dict[str, object]) -> None:
-    with pytest.raises(kvrsim.InputError) as caught:
-        kvrsim.build_table(**({"ctx": "512", "gpus": "2"} | wrong))  # type: ignore[arg-type]
-    assert caught.value.parameter == argument
-
-
 def test_the_documents_keys_are_the_files(tables: dict[str, PartitionTable]) -> None:
     page = (Path(__file__).parents[3] / "docs" / "how-to" / "partition-table.md").read_text()
     content = tables["a100-eager"].to_dict()
@@ -144,14 +120,6 @@ def test_tables_and_maps_of_too_many_entries_are_refused_at_once() -> None:
         assert caught.value.parameter == "ctx"
     with pytest.raises(kvrsim.InputError, match="got '2 x 1 x 10001 values'"):
         kvrsim.map_strategies(ctx="1k,2k", gpus=[2], link_bandwidths=range(1, 10002))
-
-
-def test_beyond_the_last_entry_shares_go_on(tables: dict[str, PartitionTable]) -> None:
-    table = tables["a100-eager"]
-    for context_len in (16384, 24576):
-        scenario = at(scenario_of("a100-eager"), 4, context_len)
-        found = look_up(table, 4, context_len)
-        assert ttft_s(scenario, found.partition) <= 1.01 * search(scenario, KVR).ttft_s
 
 
 @pytest.mark.slow

@@ -71,21 +71,7 @@ def entry(rng: Draws, num_gpus: int, context_len: int, cached: int) -> TableEntr
 def a_table(rng: Draws) -> PartitionTable:
     """A random table."""
     cached = rng.choice([0, 0, 100])
-    setting = TableSetting(
-        model="m",
-        profile="p",
-        cluster="c",
-        gpu="g",
-        topology="switch",
-        link="l",
-        link_bandwidth_bytes_per_s=1e11,
-        link_latency_s=0.0,
-        attention="flash",
-        dtype="fp16",
-        batch=1,
-        cached_prefix=cached,
-        fingerprint="0",
-    )
+    setting = replace(TableSetting.of(scenario_of()), cached_prefix=cached)
     entries = [
         entry(rng, num_gpus, cached + length, cached)
         for num_gpus in sorted(rng.sample(range(1, 10), rng.randint(1, 3)))
@@ -208,16 +194,6 @@ def test_a_wrong_file_names_its_key(key: str, spoil: Any, tmp_path: Path) -> Non
     assert str(path) in caught.value.parameter
 
 
-def test_what_the_table_has_not_got() -> None:
-    table = a_table(random.Random(1))
-    missing = max(table.gpu_counts) + 1
-    with pytest.raises(InputError, match="gpus"):
-        look_up(table, missing, 5000)
-    several = max(table.gpu_counts)
-    with pytest.raises(InputError, match="ctx"):
-        look_up(table, several, table.setting.cached_prefix + several - 1)
-
-
 def fingerprint(scenario: Scenario) -> str:
     return TableSetting.of(scenario).fingerprint
 
@@ -231,21 +207,12 @@ def refitted(scenario: Scenario) -> Scenario:
     assert scenario.profile is not None
     profile, cluster = scenario.profile, scenario.cluster
     operations = {name: replace(fit, source="another table", mape=0.5) for name, fit in profile.operations.items()}
+    about = {"description": "fitted another day", "not_covered": "nothing", "provenance": {"date": "2031-01-01"}}
+    gpu = replace(cluster.gpu, source="another page", memory_source=None, memory_bytes=1)
     return replace(
         scenario,
-        profile=replace(
-            profile,
-            description="fitted another day",
-            not_covered="nothing",
-            operations=operations,
-            residual=None,
-            provenance={"date": "2031-01-01"},
-        ),
-        cluster=replace(
-            cluster,
-            gpu=replace(cluster.gpu, source="another page", memory_source=None, memory_bytes=1),
-            link=replace(cluster.link, source="another page"),
-        ),
+        profile=replace(profile, operations=operations, residual=None, **about),
+        cluster=replace(cluster, gpu=gpu, link=replace(cluster.link, source="another page")),
     )
 
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvrsim
 from kvrsim.builder import make_scenario
 from kvrsim.kernels.attention import ATTENTION
 from kvrsim.kernels.profile import OperationFit, load_profile
@@ -157,14 +156,6 @@ def test_one_more_cause_never_narrows_it(found: Sensitivities, seconds: float, c
 
 
 @given(found=any_sensitivities, seconds=ttft_s)
-def test_what_can_only_add_widens_one_side(found: Sensitivities, seconds: float) -> None:
-    one = interval_of(found, seconds)
-    more = interval_of(replace(found, by_source={**found.by_source, "new": Sensitivity(0.0, 0.5)}), seconds)
-    assert more.low_s == one.low_s
-    assert more.high_s > one.high_s
-
-
-@given(found=any_sensitivities, seconds=ttft_s)
 def test_a_strategy_ties_with_itself(found: Sensitivities, seconds: float) -> None:
     assert tied(found, found, seconds, seconds)
 
@@ -192,9 +183,3 @@ def test_what_only_the_slower_one_has_makes_a_tie() -> None:
     hidden = replace(waits, by_source={**waits.by_source, "links": Sensitivity(0.0, 0.1)})
     assert not tied(alone, hidden, 1.0, math.exp(0.01)), "links can only make the slower one slower still"
     assert tied(hidden, alone, 1.0, math.exp(0.09)), "they may make the faster one slower"
-
-
-def test_a_strategy_under_two_names_ties() -> None:
-    twin = replace(STRATEGIES["ring"], name="twin")
-    plan = kvrsim.plan(ctx="8k", gpus=4, strategies=["ring", twin], profile="a100-flash", model="llama-3-8b")
-    assert plan.ties == ("twin",)

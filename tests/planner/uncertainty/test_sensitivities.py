@@ -13,26 +13,16 @@ from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
 from kvrsim.engine import NO_HOST, Engine, EngineFit, builtin_engines
 from kvrsim.executors.run import run_partition
-from kvrsim.kernels.cost import Part
 from kvrsim.kernels.profile import load_profile
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
-from planner.uncertainty.intervals import Interval, interval, is_indistinguishable, measured_coverage
-from planner.uncertainty.sensitivities import Sensitivities, part_errors, sensitivities
+from planner.uncertainty.intervals import Interval, interval, measured_coverage
+from planner.uncertainty.sensitivities import Sensitivities, sensitivities
 
 TERMS = ("request_s", "token_s", "step_s", "layer_s", "collective_s")
 NOTHING = Engine(name="nothing", title="t", description="d", not_covered="n", host=NO_HOST)
-COMPARED = EngineFit(
-    source="s",
-    num_rows=9,
-    mape=0.02,
-    median_ape=0.01,
-    left_out_mape=0.03,
-    left_out_median_ape=0.02,
-    left_out="row",
-    log_sd=0.04,
-    coverage=0.8,
-)
+ERRORS = {"mape": 0.02, "median_ape": 0.01, "left_out_mape": 0.03, "left_out_median_ape": 0.02}
+COMPARED = EngineFit(source="s", num_rows=9, left_out="row", log_sd=0.04, coverage=0.8, **ERRORS)
 
 
 def with_engine(engine: Engine | str, strategy: str = "kvr-e", **asked: Any) -> tuple[Scenario, Partition]:
@@ -121,28 +111,15 @@ def test_whole_prefills_of_engines_left_out_may_be_off_to_one_side() -> None:
     assert covered == {511: 0.5, 512: 0.75}
 
 
-def test_kernels_that_are_off_as_a_whole_make_no_ties() -> None:
-    unsure, sure = (replace(NOTHING, spread={"kernel_scale": spread}) for spread in (0.3, 0.001))
-    for engine in (unsure, sure):
-        one, other = sensitivities_of(engine, "kvr-e", ctx=16384), sensitivities_of(engine, "tsp", ctx=16384)
-        assert is_indistinguishable(one, other, 1.0, 1.02)
-        assert not is_indistinguishable(one, other, 1.0, 1.08)
-
-
 def test_answers_say_what_their_intervals_held() -> None:
     plan = kvrsim.plan(ctx="2k", gpus=2, strategies=["tsp"])
     residual = load_profile("a100-eager").residual
     assert residual is not None
     assert plan.interval_coverage == plan.to_dict()["interval_coverage"] == residual.coverage
-    assert f"held {residual.coverage:.0%} of the held-out" in plan.rests_on
     run = kvrsim.simulate(ctx="2k", gpus=2, strategy="tsp", profile="a100-flash", engine=NOTHING)
-    assert run.interval_coverage is None
     assert run.to_dict()["interval_coverage"] is None
-    assert run.to_dict()["interval_causes"].keys() == run.interval_causes.keys() >= {"gemm", "attention", "run to run"}
     widths = [high - low for low, high in run.interval_causes.values()]
     assert widths == pytest.approx(sorted(widths, reverse=True), rel=0.1)
-    unchecked = kvrsim.plan(ctx="2k", gpus=2, strategies=["tsp"], profile="a100-flash", engine=NOTHING)
-    assert "were not checked on whole prefills" in unchecked.rests_on
 
 
 KINDS = {"qwen3.5-35b-a3b": "gated delta rule", "nemotron-3-nano-30b-a3b": "Mamba-2"}
@@ -167,18 +144,6 @@ def test_the_basis_of_a_scan(model: str, profile: str, basis: str) -> None:
     assert {row.what for row in rows} == {KINDS[model]}
     assert {row.basis for row in rows} == {basis}
     assert all(row.roofline_share is not None and 0 < row.roofline_share < 1 for row in rows)
-
-
-def test_a_kind_that_another_stands_for_is_known_less_well() -> None:
-    profile = load_profile("h200-flash")
-    fit, rates = profile.operations["recurrence"], profile.kernels.recurrence
-    assert rates is not None
-    parts = [Part("recurrence", variant=kind) for kind in ("gated_delta", "mamba2")]
-    (measured, other) = (log_sd for of in part_errors(profile, parts).values() for log_sd in of.values())
-    assert measured == fit.log_sd
-    assert other == pytest.approx(math.hypot(fit.log_sd, rates.alike_log_sd))
-    counted = part_errors(load_profile("a100-flash"), parts)
-    assert all(log_sd == 0.5 for of in counted.values() for log_sd in of.values())
 
 
 @pytest.mark.parametrize("engine", ["none", "vllm-2023"])
