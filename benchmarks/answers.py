@@ -255,7 +255,10 @@ def compare(old: Path, new: Path) -> int:
     if set(after) < set(before):  # NEW was recorded with --only
         before = {question: before[question] for question in after}
     for question in dict.fromkeys((*before, *after)):
-        found = list(differences(before.get(question), after.get(question)))
+        if question not in before or question not in after:
+            found = ["added" if question in after else "removed"]
+        else:
+            found = list(differences(before[question], after[question]))
         if found:
             differing += 1
             print(question, *found, sep="\n    ")
