@@ -20,22 +20,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar
 
-from kvrsim.choices import (
-    EXECUTORS,
-    FLEET_OBJECTIVES,
-    MAP_STRATEGIES,
-    METHODS,
-    POOL_BACKENDS,
-)
+from kvrsim.choices import EXECUTORS, FLEET_OBJECTIVES, MAP_STRATEGIES, METHODS, POOL_BACKENDS
 from kvrsim.errors import InputError
-from kvrsim.units import (
-    parse_bandwidth,
-    parse_count,
-    parse_lengths,
-    parse_number,
-    parse_seconds,
-    parse_tokens,
-)
+from kvrsim.units import parse_bandwidth, parse_count, parse_lengths, parse_number, parse_seconds, parse_tokens
 
 STRATEGY = "kvrsim.strategies.base:Strategy"
 MOST_VALUES = 2**16  # in one list
@@ -555,11 +542,7 @@ TABLE = option(
     named("planner.table.table:PartitionTable"),
 )
 SEED = option(
-    "N",
-    "Seed of all random draws; the same seed gives the same answer.",
-    "Randomness",
-    count(MOST_SEED, least=0),
-    0,
+    "N", "Seed of all random draws; the same seed gives the same answer.", "Randomness", count(MOST_SEED, least=0), 0
 )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-NOT_WRITTEN = 74  # exit code of a command whose answer is complete if one of its files could not be written
+EXIT_NOT_WRITTEN = 74  # exit code: the answer is complete, but a file was not written
 
 
 class KvrsimError(Exception):

@@ -28,7 +28,7 @@ from kvrsim.kernels.tensor_parallel import Group, group_of, grouped_cluster, one
 from kvrsim.layout import Degrees, Layout, layout_on
 from kvrsim.model.quantization import in_fp8
 from kvrsim.model.spec import ModelSpec
-from kvrsim.units import MAX_TOKENS, cached_scale
+from kvrsim.units import MAX_TOKENS, scale
 
 MAX_BATCH = 2**20
 
@@ -292,7 +292,7 @@ class Scenario:
 
     def with_slower_links(self, factor: float) -> Scenario:
         """Return the scenario with links that are slower by a factor."""
-        link, network = cached_scale(self.cluster.link, factor), cached_scale(self.cluster.network, factor)
+        link, network = scale(self.cluster.link, factor), scale(self.cluster.network, factor)
         cluster = replace(self.cluster, link=link, network=network)
         group, gather = (None if one is None else one.slower(factor) for one in (self.group, self.gather))
         return replace(self, cluster=cluster, group=group, gather=gather)._with_costs_of(self)

@@ -207,11 +207,6 @@ def map_fields(value: T, change: Callable[[str, Any], Any]) -> T:
     return replace(value, **changes) if changes else value
 
 
-def cached_scale(value: Any, factor: float) -> Any:
-    """`scale` of a hashable value, cached because strategies use the same links one after another."""
-    return scale(value, factor)
-
-
 MOST_VALUES = 10_000  # most values of one list
 MOST_PLACES = 20_000  # most combinations of contexts, numbers of GPUs and bandwidths
 _ACCEPTED = (

@@ -17,15 +17,16 @@ import click
 from click.exceptions import Exit
 
 from kvrsim.cli.help import SETTINGS, Command, Group, write_options
-from kvrsim.errors import NOT_WRITTEN, KvrsimError
+from kvrsim.errors import EXIT_NOT_WRITTEN, KvrsimError
 from kvrsim.text import printable
 from kvrsim.version import __version__
 
-WRONG_USE = 2
-BUG = 70
-INTERRUPTED = 130
-BROKEN_PIPE = 141  # exit code of a process that SIGPIPE ended, as shells report it
-ENDED = (129, 143)  # exit codes after SIGHUP and SIGTERM, as shells report them
+# Exit codes; those above 128 are 128 plus the number of a signal, as in shells.
+EXIT_WRONG_USE = 2
+EXIT_BUG = 70
+EXIT_INTERRUPTED = 130
+EXIT_CLOSED_PIPE = 141  # the program that reads the output has ended
+EXIT_SIGNALS = (129, 143)  # the terminal was closed, or another process ended this one
 _ROOM = "kvrsim.cli.commands"
 # Commands by title in the help: summary, module, and the name of the function or Group in the module.
 GROUPS = {
@@ -51,9 +52,7 @@ GROUPS = {
         "profiles": ("Calibration profiles: measured rates of machines.", "catalogue:profiles"),
         "engines": ("Serving engines: the time that their software adds.", "catalogue:engines"),
     },
-    "Check": {
-        "validate": ("Compare the simulator with published measurements.", "validate:app"),
-    },
+    "Check": {"validate": ("Compare the simulator with published measurements.", "validate:app")},
 }
 COMMANDS = {name: about for commands in GROUPS.values() for name, about in commands.items()}
 
@@ -74,7 +73,7 @@ class Program(Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            raise Exit(INTERRUPTED) from None
+            raise Exit(EXIT_INTERRUPTED) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List commands by purpose, without importing them, then options."""
@@ -150,22 +149,22 @@ def main(arguments: Sequence[str]) -> int:
     try:
         code = app(args=arguments, prog_name="kvrsim", standalone_mode=False)
         sys.stdout.flush()
-        if code == INTERRUPTED:
-            return _fail(_interrupted(), INTERRUPTED)
+        if code == EXIT_INTERRUPTED:
+            return _fail(_interrupted(), EXIT_INTERRUPTED)
         return code if isinstance(code, int) else 0
     except KvrsimError as error:
         from kvrsim.cli.mistakes import command_of, error_line
 
         return _fail(f"error: {error_line(error, command_of(arguments, app))}", error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        return _fail(_interrupted(), INTERRUPTED)
+        return _fail(_interrupted(), EXIT_INTERRUPTED)
     except (BrokenPipeError, SystemExit) as error:  # Click turns a broken pipe into an exit
-        if isinstance(error, SystemExit) and error.code in (0, *ENDED):
+        if isinstance(error, SystemExit) and error.code in (0, *EXIT_SIGNALS):
             return int(error.code or 0)  # after shell completion, or after a signal while ranks ran
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit needs an open file
-        return BROKEN_PIPE
+        return EXIT_CLOSED_PIPE
     except OSError as error:  # for example, the disk is full
-        return _fail(f"error: {error.strerror or error}: {error.filename or 'standard output'}", NOT_WRITTEN)
+        return _fail(f"error: {error.strerror or error}: {error.filename or 'standard output'}", EXIT_NOT_WRITTEN)
     except Exception as error:
         return _fail_unexpectedly(error, arguments)
 
@@ -193,8 +192,8 @@ def _fail_unexpectedly(error: Exception, arguments: Sequence[str]) -> int:
     from kvrsim.cli.output import reason_of
 
     if isinstance(error, click.ClickException):
-        return _fail(f"error: {usage_line(error, command_of(arguments, app))}", WRONG_USE)
-    return _fail(f"error: {reason_of(error)}", BUG)
+        return _fail(f"error: {usage_line(error, command_of(arguments, app))}", EXIT_WRONG_USE)
+    return _fail(f"error: {reason_of(error)}", EXIT_BUG)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import click
 from click.exceptions import Exit
 
 from kvrsim.cli.text import Part, markdown, show
-from kvrsim.errors import NOT_WRITTEN, KvrsimError
+from kvrsim.errors import EXIT_NOT_WRITTEN, KvrsimError
 from kvrsim.text import printable
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def write_files(*outputs: tuple[str | None, Callable[[str], object]]) -> None:
     """Write files, each by its own function of the path; a path of None is skipped.
 
     Prints one line per file on standard error: its path, or why writing it failed. After all files, raises Exit
-    with NOT_WRITTEN if one or more failed.
+    with EXIT_NOT_WRITTEN if one or more failed.
     """
     sys.stdout.flush()
     failed = False
@@ -105,7 +105,7 @@ def write_files(*outputs: tuple[str | None, Callable[[str], object]]) -> None:
         else:
             warn(f"written: {path}")
     if failed:
-        raise Exit(NOT_WRITTEN)
+        raise Exit(EXIT_NOT_WRITTEN)
 
 
 def reason_of(error: Exception) -> str:

@@ -9,7 +9,7 @@ from kvrsim.hardware import AllReduceRates, Cluster, Path
 from kvrsim.model.mixers import Mixer, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.program import Array, Collective
-from kvrsim.units import cached_scale
+from kvrsim.units import scale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class Group:
 
     def slower(self, factor: float) -> Group:
         """The group over links that are slower by `factor`."""
-        return replace(self, inside=cached_scale(self.inside, factor), across=cached_scale(self.across, factor))
+        return replace(self, inside=scale(self.inside, factor), across=scale(self.across, factor))
 
 
 def all_reduce(group: Group, nbytes: Array, more_s: float) -> Collective:

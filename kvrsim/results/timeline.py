@@ -122,10 +122,6 @@ class Timeline:
 
         return pandas.DataFrame([asdict(span) for span in self.spans])
 
-    def chrome_events(self) -> list[dict[str, Any]]:
-        """Trace events as chrome://tracing and Perfetto read them."""
-        return trace_events(self.spans, self.rank_names)
-
     def write_chrome_trace(self, path: str | Path, question: Question | None = None, **about: str | None) -> None:
         """Write a JSON trace, with the question that the timeline answers; the file appears whole or not at all.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from kvrsim.program import Array
 from kvrsim.results.timeline import Span, Timeline
 from kvrsim.units import format_seconds
-from kvrsim.views.figure import HATCHED, WAITING, WIDTH, Head, check_suffix, headed, save_figure, set_lanes
+from kvrsim.views.figure import HATCHED, WAITING, WIDTH, Head, headed, set_lanes
 from kvrsim.views.style import GROUND, INK, OPERATIONS, faded, operation_of, styled
 
 if TYPE_CHECKING:
@@ -25,16 +24,6 @@ _LINK_ROWS = 100  # largest number of ranks for which lanes have room for links
 # A rank's lane reaches from -0.5 to 0.5 around its number; lower lanes are later in the context.
 _BAR = (-0.36, 0.22)
 _LINK_BAR = (0.27, 0.38)
-
-
-def write_gantt(timeline: Timeline, path: str | Path, *, title: str, subtitle: str = "") -> None:
-    """Draw ranks x seconds and write the file atomically, as PNG, SVG or PDF by the path's suffix.
-
-    Raises InputError naming the argument plot if the suffix is not one of these or the file cannot be written.
-    """
-    check_suffix(path)
-    with styled():
-        save_figure(draw_gantt(timeline, title, subtitle), path)
 
 
 def draw_gantt(timeline: Timeline, title: str, subtitle: str) -> Figure:

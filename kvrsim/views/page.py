@@ -119,13 +119,6 @@ def packed(data: Mapping[str, Any]) -> str:
     return base64.b64encode(zlib.compress(content.encode(), 9)).decode()
 
 
-def unpacked(page: str) -> dict[str, Any]:
-    """Return the data of a page that `render` made."""
-    held = page.split('id="kv-data">', 1)[1].split("<", 1)[0]
-    found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(held)))
-    return found
-
-
 @cache
 def asset(name: str) -> str:
     """Text of a style or script of the package."""

@@ -64,10 +64,6 @@ class Table:
     rows: list[tuple[str | Cell, ...]] = field(default_factory=list)
     styles: list[str] = field(default_factory=list)  # style of each row, such as "bold"
 
-    def add_column(self, title: str) -> None:
-        """Add a column of prose."""
-        self.columns.append(Column(title=title, wraps=True))
-
     def add_row(self, *cells: str | Cell, style: str | None = None) -> None:
         """Add a row: a cell for each column."""
         self.rows.append(cells)
@@ -84,11 +80,9 @@ class Table:
         return replace(self, columns=[self.columns[place] for place in kept], rows=rows)
 
 
-def columns(*titles: str, numbers: bool = False, into: Table | None = None) -> Table:
-    """Make a table with these columns, or add them to `into`; numbers are aligned to the right."""
-    table = into or Table()
-    table.columns += [Column(title=title, number=numbers) for title in titles]
-    return table
+def columns(*titles: str) -> Table:
+    """Make a table with these columns. ">" before a title marks numbers, "~" marks prose that may wrap."""
+    return Table(columns=[Column(title=one.lstrip(">~"), number=one[0] == ">", wraps=one[0] == "~") for one in titles])
 
 
 def narrowing(table: Table, *optional: str) -> Table:

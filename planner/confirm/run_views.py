@@ -58,7 +58,7 @@ def answer(result: RunResult) -> str:
 
 def ranks_table(result: RunResult) -> Table:
     """Return one row per rank: its tokens, and its seconds and bytes in the additional prefill."""
-    rows = columns("rank", "tokens", "compute", "wait", "sent", numbers=True)
+    rows = columns(">rank", ">tokens", ">compute", ">wait", ">sent")
     values, partition = result.to_dict()["per_rank"], result.plan.partition.chunk_lens
     chunks = partition if result.chunk_per_rank else (result.context_len,) * len(values)
     for row, chunk in zip(values, [*[0] * (len(values) - len(chunks)), *chunks], strict=True):

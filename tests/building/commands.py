@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import zlib
 from typing import Any
 
 import pytest
@@ -40,3 +42,10 @@ def refusal(capsys: Capture, *words: object) -> str:
     assert err.startswith("kvrsim: error: ")
     assert len(err) < 1500
     return err
+
+
+def unpacked(page: str) -> dict[str, Any]:
+    """Return the data of a page that kvrsim.views.page.render made."""
+    held = page.split('id="kv-data">', 1)[1].split("<", 1)[0]
+    found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(held)))
+    return found

@@ -159,22 +159,14 @@ class RankArgs(Arguments):
         if num_ranks < 2:
             raise InputError("ranks", num_ranks, "at least 2: links join ranks")
         return LinkSetup(
-            num_ranks=num_ranks,
-            device=device,
-            num_threads=threads,
-            max_bytes=max_bytes,
-            timeout_s=self.timeout,
+            num_ranks=num_ranks, device=device, num_threads=threads, max_bytes=max_bytes, timeout_s=self.timeout
         )
 
 
 @app.command("compute")
 @takes(LayerArgs)
 def compute(
-    layers: LayerArgs,
-    *,
-    minutes: Any = _minutes(3),
-    output: Any = output("FILE", _ROWS),
-    json: Any = JSON,
+    layers: LayerArgs, *, minutes: Any = _minutes(3), output: Any = output("FILE", _ROWS), json: Any = JSON
 ) -> None:
     """Measure a model's decoder layers on this machine.
 
@@ -424,8 +416,7 @@ def _show(report: FitReport, wanted: FitArgs) -> None:
     """Print the errors of each operation, and notes."""
     from calibrate.fit.report import TITLES
 
-    table = columns("operation")
-    columns("rows", "error", "held-out", numbers=True, into=table)
+    table = columns("operation", ">rows", ">error", ">held-out")
     for kind, fit in report.profile.operations.items():
         errors = (f"{fit.mape:.1%}", f"{fit.cross_validated_mape:.1%}") if fit.num_rows else ("", "")
         table.add_row(TITLES[kind], str(fit.num_rows), *errors)
@@ -494,9 +485,7 @@ _FEW = 4  # with fewer rows, left-out errors are uncertain
 
 def show_fit(fit: PrefillFit, output: str) -> None:
     """Print the engine's terms, their errors, and the rows."""
-    table = columns("term")
-    columns("prior", "fitted", "80 % interval", numbers=True, into=table)
-    columns("identified", "what", into=table)
+    table = columns("term", ">prior", ">fitted", ">80 % interval", "identified", "what")
     for term in fit.terms:
         low, high = term.span
         name = term.prior.name
@@ -508,12 +497,10 @@ def show_fit(fit: PrefillFit, output: str) -> None:
             "yes" if term.identified else "no",
             TERM_MEANINGS.get(name, ""),
         )
-    errors = columns("absolute error")
-    columns("median", "mean", numbers=True, into=errors)
+    errors = columns("absolute error", ">median", ">mean")
     for title, error in (("before", fit.before), ("after", fit.after), ("left out", fit.left_out)):
         errors.add_row(title, *_shares(error))
-    rows = columns("row")
-    columns("measured", "before", "after", "left out", "error left out", numbers=True, into=rows)
+    rows = columns("row", ">measured", ">before", ">after", ">left out", ">error left out")
     times_s = zip(fit.measured_s, fit.before_s, fit.solution.after_s, fit.solution.left_out_s, strict=True)
     for case, seconds in zip(fit.cases, times_s, strict=True):
         rows.add_row(case, *map(format_seconds, seconds), f"{seconds[3] / seconds[0] - 1:+.1%}")
@@ -532,8 +519,7 @@ def show_fit(fit: PrefillFit, output: str) -> None:
 
 def show_check(check: PrefillCheck, scenario: Scenario) -> None:
     """Print the rows and their errors."""
-    rows = columns("row")
-    columns("measured", "predicted", "prediction interval", "error", numbers=True, into=rows)
+    rows = columns("row", ">measured", ">predicted", ">prediction interval", ">error")
     for row in check.rows:
         rows.add_row(
             row.case,

@@ -39,11 +39,7 @@ class AnswerArgs(OutputArgs):
 
 @takes(DeploymentArgs, FleetArgs, BudgetArgs, DeployArgs, AnswerArgs, fixed=OF_REQUESTS)
 def capacity(
-    args: DeploymentArgs,
-    fleet: FleetArgs,
-    workers: BudgetArgs,
-    deploy: DeployArgs,
-    output: AnswerArgs,
+    args: DeploymentArgs, fleet: FleetArgs, workers: BudgetArgs, deploy: DeployArgs, output: AnswerArgs
 ) -> None:
     """Find the smallest or cheapest fleet for a TTFT target.
 

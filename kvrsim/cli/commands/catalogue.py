@@ -15,7 +15,7 @@ from kvrsim.cli.output import print_answer, print_json
 from kvrsim.cli.text import Facts, Part, show, show_tree
 from kvrsim.engine import SHORT_TOKENS
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
-from kvrsim.views.table import Column, Table, Text, columns
+from kvrsim.views.table import Text, columns
 
 if TYPE_CHECKING:
     from kvrsim.engine import Engine
@@ -44,8 +44,7 @@ class Shelf:
         """One row per item, and the notes."""
         rows = [self.cells(thing) for thing in things]
         *titles, last = rows[0]
-        table = Table(columns=[Column(title=title, number=title in _NUMBERS) for title in titles])
-        table.add_column(last)
+        table = columns(*(f"{'>' * (title in _NUMBERS)}{title}" for title in titles), f"~{last}")
         for row in rows:
             table.add_row(*row.values())
         notes = self.notes(things)
@@ -494,9 +493,7 @@ _UNKNOWN = {  # kinds of uncertainty in ranges of whole TTFTs, as in EngineFit.w
 
 def show_engine(engine: Engine) -> None:
     """Print every term of an engine with its range, and the basis of the record."""
-    table = columns("term")
-    columns("value", "80 % range", numbers=True, into=table)
-    table.add_column("meaning")
+    table = columns("term", ">value", ">80 % range", "~meaning")
     for term, meaning in TERM_MEANINGS.items():
         for label, value in _values(engine, term):
             if value:

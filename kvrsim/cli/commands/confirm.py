@@ -75,11 +75,7 @@ class ConfirmArgs(Arguments):
 
 @takes(MeasuredArgs, HardwareArgs, ConfirmArgs, PageArgs, OutputArgs, fixed=FIXED)
 def confirm(
-    args: MeasuredArgs,
-    hardware: HardwareArgs,
-    wanted: ConfirmArgs,
-    files: PageArgs,
-    answer: OutputArgs,
+    args: MeasuredArgs, hardware: HardwareArgs, wanted: ConfirmArgs, files: PageArgs, answer: OutputArgs
 ) -> None:
     """Measure a plan's candidates on this machine.
 

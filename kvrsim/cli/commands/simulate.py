@@ -113,9 +113,7 @@ def _breakdown(breakdown: Breakdown) -> Table:
     """One row per operation: seconds on the first and the last rank, and its share of the time of all ranks."""
     last = max(row.rank for row in breakdown.rows)
     ranks = (0, last) if last else (0,)
-    table = columns("operation", "what")
-    columns(*(f"rank {rank}" for rank in ranks), "share", "roofline", numbers=True, into=table)
-    columns("basis", into=table)
+    table = columns("operation", "what", *(f">rank {rank}" for rank in ranks), ">share", ">roofline", "basis")
     kinds = list(dict.fromkeys(row.kind for row in breakdown.rows))
     keys = dict.fromkeys((row.kind, row.what) for row in breakdown.rows)
     for key in sorted(keys, key=lambda key: kinds.index(key[0])):

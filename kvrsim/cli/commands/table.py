@@ -122,10 +122,7 @@ def show_lookup(result: TableLookup) -> None:
 
 def table_screen(table: PartitionTable) -> list[Part]:
     """The table's scenario, and one row per entry."""
-    rows = columns("GPUs", "context", numbers=True)
-    columns("partition", into=rows)
-    columns("TTFT", "vs TSP", "vs even", "gap", numbers=True, into=rows)
-    columns("fits", into=rows)
+    rows = columns(">GPUs", ">context", "partition", ">TTFT", ">vs TSP", ">vs even", ">gap", "fits")
     for entry in table.entries:
         rows.add_row(
             str(entry.num_gpus),

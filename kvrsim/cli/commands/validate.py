@@ -15,7 +15,7 @@ from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Part
 from kvrsim.errors import KvrsimError
 from kvrsim.units import format_seconds
-from kvrsim.views.table import Table, columns
+from kvrsim.views.table import columns
 
 app = Group()
 
@@ -52,10 +52,7 @@ def published(answer: OutputArgs) -> None:
 
 def validation_screen(result: Mapping[str, Any]) -> list[Part]:
     """Screen of a validation: one row per case, and the errors of the groups."""
-    table = Table()
-    for title in ("source", "case"):
-        table.add_column(title)
-    columns("reported", "simulated", "error", "calibration", numbers=True, into=table)
+    table = columns("~source", "~case", ">reported", ">simulated", ">error", ">calibration")
     for row in result["rows"]:
         times = (format_seconds(row["reported_s"]), format_seconds(row["simulated_s"]))
         used = "used" if row["used_for_calibration"] else "held out"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvrsim.cli import main as cli
-from kvrsim.errors import NOT_WRITTEN
+from kvrsim.errors import EXIT_NOT_WRITTEN
 from kvrsim.strategies import STRATEGIES
 from tests.building.commands import answer, screen
 
@@ -167,14 +167,14 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
         check=False,
     )
     os.close(writer)
-    assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, "")
+    assert (done.returncode, done.stderr) == (cli.EXIT_CLOSED_PIPE, "")
 
 
 CLOSED_STREAMS = [
     ("--version >&-", 0),
     ("table build --gpus 2 --ctx 512:1k:512 --profile roofline --jobs 2 -o t.json >&- 2>&-", 0),
-    ("plan --frobnicate 2>/dev/full", cli.WRONG_USE),
-    ("models list >/dev/full", NOT_WRITTEN),
+    ("plan --frobnicate 2>/dev/full", cli.EXIT_WRONG_USE),
+    ("models list >/dev/full", EXIT_NOT_WRITTEN),
 ]
 
 
@@ -189,7 +189,7 @@ def test_closed_and_full_streams_change_no_exit_code_and_no_file(words: str, cod
     )
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
-    assert ("standard output" in done.stderr) == (code == NOT_WRITTEN)
+    assert ("standard output" in done.stderr) == (code == EXIT_NOT_WRITTEN)
     assert "bug in kvrsim" not in done.stderr
     if "t.json" in words:
         assert os.listdir(tmp_path) == ["t.json"]

@@ -17,7 +17,7 @@ from kvrsim.compile import build_program
 from kvrsim.errors import InputError
 from kvrsim.executors.event import EventSimulation
 from kvrsim.program import AllGather, Compute, Op, Program, RingPass, Send
-from kvrsim.results.timeline import Span, Timeline
+from kvrsim.results.timeline import Span, Timeline, trace_events
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from tests.building import Draws, any_partition, any_scenario, draws, examples
@@ -119,7 +119,7 @@ def test_chrome_trace(timeline: Timeline, tmp_path: Path) -> None:
 def test_what_perfetto_needs(name: str, rng: Draws) -> None:
     """Each track has a name, an order and no overlapping spans; each message has an arrow with both ends."""
     timeline = replayed(rng, name, num_gpus=(1, 4), topologies=("switch", "bus"))[2].timeline
-    events = timeline.chrome_events()
+    events = trace_events(timeline.spans, timeline.rank_names)
     tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for event in events:
         if event["ph"] == "X":

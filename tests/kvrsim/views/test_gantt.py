@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import kvrsim
 from kvrsim.results.timeline import Timeline
 from kvrsim.strategies import STRATEGIES
-from kvrsim.views.gantt import MAX_DETAILED_RANKS, covered_shares, is_solid, legend_entries, mean_colours, write_gantt
+from kvrsim.views.figure import save_figure
+from kvrsim.views.gantt import MAX_DETAILED_RANKS, covered_shares, draw_gantt, is_solid, legend_entries, mean_colours
 from kvrsim.views.style import OPERATIONS, operation_of
 
 
@@ -28,7 +29,7 @@ def timeline_of(strategy: str, gpus: int = 2, **options: str) -> Timeline:
 def test_every_strategy_can_be_drawn(strategy: str, gpus: int, tmp_path: Path) -> None:
     if gpus == 1 and "tp2" in strategy:
         pytest.skip("a group needs two GPUs")
-    write_gantt(timeline_of(strategy, gpus, model="llama-3-8b"), tmp_path / "gantt.PNG", title=strategy)
+    save_figure(draw_gantt(timeline_of(strategy, gpus, model="llama-3-8b"), strategy, ""), tmp_path / "gantt.PNG")
     assert (tmp_path / "gantt.PNG").stat().st_size > 10_000
 
 
@@ -82,6 +83,6 @@ def test_no_bar_is_lost_between_two_pixels(seed: int) -> None:
 def test_many_ranks_are_drawn_in_thin_lanes(tmp_path: Path) -> None:
     heights = []
     for ranks in (MAX_DETAILED_RANKS, MAX_DETAILED_RANKS + 1):
-        write_gantt(timeline_of("kvr-e", ranks), tmp_path / "gantt.svg", title="lanes")
+        save_figure(draw_gantt(timeline_of("kvr-e", ranks), "lanes", ""), tmp_path / "gantt.svg")
         heights.append(float(re.findall(r'viewBox="0 0 \S+ (\S+)"', (tmp_path / "gantt.svg").read_text())[0]))
     assert heights[1] < heights[0] / 2

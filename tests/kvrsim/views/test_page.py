@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrsim.views.page import CHARTS, Page, Section, render, tag, unpacked
+from kvrsim.views.page import CHARTS, Page, Section, render, tag
 from kvrsim.views.timeline import SCRIPTS
 from tests.building import examples
+from tests.building.commands import unpacked
 
 TEXTS = st.text() | st.sampled_from(
     ["</script>", "</style>", "<!--", "]]>", "\u2028", "&lt;", "'\"`", "javascript:alert(1)"]

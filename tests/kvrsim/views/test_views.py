@@ -35,10 +35,7 @@ def results() -> dict[str, Displayed]:
     }
 
 
-NAMES = [
-    *("plan", "plan with timelines", "plan that does not fit", "simulation"),
-    *("map", "capacity"),
-]
+NAMES = [*("plan", "plan with timelines", "plan that does not fit", "simulation"), *("map", "capacity")]
 PAGES = ("plan with timelines", "simulation", "map", "capacity")
 
 

@@ -15,10 +15,10 @@ import kvrsim
 from kvrsim.builder import make_scenario
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.plan import RUN_STRATEGIES
-from kvrsim.views.page import unpacked
 from planner.confirm.confirm import STRATEGIES as STRATEGIES_OF_THE_PAPER
 from planner.confirm.confirm import strategies_here
 from planner.confirm.hardware import Hardware
+from tests.building.commands import unpacked
 from tests.kvrsim.runtime.runtime_models import KINDS
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
 

@@ -37,12 +37,7 @@ CONFIG = {
 }
 FLOPS_PER_S, BYTES_PER_S, SMALL_BYTES_PER_S, SCORE_S = 4e10, 8e9, 8e10, 2e-9
 DEVICE = GpuSpec(
-    name="made-up-cpu",
-    memory_bytes=2**33,
-    hbm_bytes_per_s=1e10,
-    peak_flops={"fp32": 2e11},
-    num_sms=1,
-    source="made up",
+    name="made-up-cpu", memory_bytes=2**33, hbm_bytes_per_s=1e10, peak_flops={"fp32": 2e11}, num_sms=1, source="made up"
 )
 LINK_BYTES_PER_S, LATENCY_S = 2e9, 1e-4
 

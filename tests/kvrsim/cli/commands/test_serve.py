@@ -13,7 +13,7 @@ import pytest
 import kvrsim
 from kvrsim.cli.commands.serve import Answers, SupersededError, answer_lines
 from kvrsim.errors import InputError
-from kvrsim.views.page import unpacked
+from tests.building.commands import unpacked
 from tests.building.server import running_server
 
 QUESTION = "model=llama-7b&cluster=a100-nvlink&gpus=2&ctx=2k&strategies=tsp,kvr-e"
