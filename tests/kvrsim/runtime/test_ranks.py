@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import tests.kvrsim.runtime.runtime_workers as workers
-from kvrsim.cli.main import ENDED
+from kvrsim.cli.main import EXIT_SIGNALS
 from kvrsim.errors import InputError
 from kvrsim.runtime import ranks
 from kvrsim.runtime.faults import RankError
@@ -133,7 +133,7 @@ def test_ranks_at_work_end_with_their_parent(
     assert left_in(tmp_path / "tmp") == []
     if number == signal.SIGTERM:
         assert started.returncode == 128 + number
-        assert started.returncode in ENDED
+        assert started.returncode in EXIT_SIGNALS
 
 
 @linux
