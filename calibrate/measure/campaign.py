@@ -1,6 +1,7 @@
 """Campaign: the points of a bench, measured round-robin until their medians are precise or the time budget is used up.
 
-Points are measured round-robin so that clock drift affects all of them equally.
+Points are measured round-robin so that clock drift affects all of them equally. A journal next to the CSV keeps each
+sample, so that an interrupted campaign can resume.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from calibrate.measure.device import DeviceLog
 from kvrsim.arguments import OnProgress
 from kvrsim.errors import KvrsimError
 from kvrsim.interp import median_error
+from kvrsim.io.journal import Journal
 from kvrsim.runtime.host import busy_note
 
 LEAST_SAMPLES = 3  # minimum number of samples per point
@@ -58,9 +60,15 @@ class Campaign:
 
     title: str  # title in messages
     build: Callable[[], Bench]
-    origin: Callable[[list[Measurement]], Mapping[str, Any]]  # origin of the rows, written to the CSV
+    about: Mapping[str, Any]  # command, versions, machine and date, with which the CSV and the journal begin
+    origin: Callable[[list[Measurement]], Mapping[str, Any]]  # the rest of the rows' origin for the CSV
     output: Path  # path of the CSV
     gpus: Sequence[int] = ()  # CUDA's numbers of the timed GPUs, whose clock and power are logged
+
+    def journal(self) -> Journal:
+        """Journal of this campaign's samples; the caller that uses the CSV removes the journal."""
+        about = {key: value for key, value in self.about.items() if key != "date"}
+        return Journal(Path(f"{self.output}.journal"), {"campaign": self.title} | about)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,14 +103,23 @@ def within_budget(bench: Bench, budget_s: float) -> list[Point]:
 def measure(campaign: Campaign, budget_s: float, on_progress: OnProgress | None = None) -> Outcome:
     """Measure every point LEAST_SAMPLES times, then points with imprecise medians until the budget is used up.
 
-    Writes the CSV. on_progress: called with the seconds done, the budget, and the name of the point.
+    Writes the CSV. on_progress: called with the seconds done, the budget, and the name of the point. Samples and
+    seconds of an interrupted campaign count. The journal stays until the caller removes it.
     """
     notes = busy_note()
-    with contextlib.closing(campaign.build()) as bench, DeviceLog(campaign.gpus) as log:
+    with (
+        campaign.journal() as journal,
+        contextlib.closing(campaign.build()) as bench,
+        DeviceLog(campaign.gpus) as log,
+    ):
         points = within_budget(bench, budget_s)
         skipped = {str(one): f"would not fit into {budget_s:.0f} s" for one in bench.points() if one not in points}
-        samples: dict[Point, list[Seconds]] = {point: [] for point in points}
+        known = [one for one in journal.results if one["point"] in set(map(str, points))]
+        samples = {point: [one["seconds"] for one in known if one["point"] == str(point)] for point in points}
         began_s = monotonic()
+        if known:
+            notes = (*notes, f"resumed from {len(known)} samples of an interrupted run")
+            began_s -= known[-1]["elapsed_s"]
 
         def visit(point: Point) -> None:
             if on_progress is not None:
@@ -111,6 +128,8 @@ def measure(campaign: Campaign, budget_s: float, on_progress: OnProgress | None 
                 on_progress(min(monotonic() - began_s, budget_s), budget_s, text)
             try:
                 samples[point].append(bench.sample(point))
+                line = {"point": str(point), "seconds": samples[point][-1], "elapsed_s": monotonic() - began_s}
+                journal.append(line)
             except Skipped as reason:
                 del samples[point]
                 skipped[str(point)] = str(reason)
@@ -130,7 +149,7 @@ def measure(campaign: Campaign, budget_s: float, on_progress: OnProgress | None 
     if heat:
         notes = (*notes, f"the GPU's clock was limited ({', '.join(heat)}): times may be too long")
     state = {"device_state": device} if device else {}
-    write_measurements(campaign.output, rows, origin={**campaign.origin(rows), **state})
+    write_measurements(campaign.output, rows, origin={**campaign.about, **campaign.origin(rows), **state})
     count = sum(map(len, samples.values()))
     return Outcome(rows=rows, samples=count, skipped=skipped, device=device, notes=notes)
 

@@ -45,13 +45,16 @@ def compute_campaign(setup: ComputeSetup, output: Path, command: str) -> Campaig
     """Campaign that times the model's layers."""
 
     def origin_of(rows: list[Measurement]) -> Mapping[str, Any]:
-        gpu = to_json(spec_of(setup.device, setup.dtype, setup.threads))
-        about = {"gpu": gpu, "model": dict(setup.config), "model_name": setup.model.name}
-        return origin(setup.device, setup.threads, command) | about
+        return {
+            "gpu": to_json(spec_of(setup.device, setup.dtype, setup.threads)),
+            "model": dict(setup.config),
+            "model_name": setup.model.name,
+        }
 
     return Campaign(
         title="layers",
         build=lambda: ComputeBench.build(setup),
+        about=origin(setup.device, setup.threads, command),
         origin=origin_of,
         output=output,
         gpus=[torch.cuda.current_device()] if setup.device == "cuda" else (),

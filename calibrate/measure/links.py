@@ -32,13 +32,14 @@ def link_campaign(setup: LinkSetup, output: Path, command: str) -> Campaign:
     def origin_of(rows: list[Measurement]) -> Mapping[str, Any]:
         topology, why = find_topology(rows)
         link = {key: value for key, value in asdict(measured_link(rows, "measured")).items() if value is not None}
-        about = {"num_gpus": setup.num_ranks, "backend": setup.backend, "link": link, "topology": topology, "why": why}
-        return origin(setup.device, setup.num_threads, command) | about
+        ranks = {"num_gpus": setup.num_ranks, "backend": setup.backend}
+        return ranks | {"link": link, "topology": topology, "why": why}
 
     gpus = range(setup.num_ranks) if setup.device == "cuda" else ()
     return Campaign(
         title="links",
         build=lambda: LinkBench(setup, name),
+        about=origin(setup.device, setup.num_threads, command),
         origin=origin_of,
         output=output,
         gpus=gpus,

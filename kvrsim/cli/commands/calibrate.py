@@ -220,6 +220,7 @@ def _run(campaign: Campaign, minutes: float) -> Outcome:
 
 def _measure_one(campaign: Campaign, minutes: float, *, json: bool) -> None:
     outcome = _run(campaign, minutes)
+    campaign.journal().remove()
     if json:
         print_json(outcome_json(outcome) | {"output": str(campaign.output)})
     else:
@@ -295,6 +296,9 @@ def calibrate_all(
     except InputError as refusal:
         advice = "measure again with nothing else running, or with more --minutes"
         raise InputError(refusal.parameter, refusal.value, f"{refusal.accepted}; {advice}") from None
+    finally:
+        for campaign, _ in campaigns:
+            campaign.journal().remove()
     if json:
         measured = {title: outcome_json(outcome) for title, outcome in outcomes.items()}
         print_json(

@@ -48,9 +48,31 @@ class FakeBench:
 
 
 def run(bench: FakeBench, folder: Path, budget_s: float = 2.0) -> Outcome:
-    output = folder / "x.csv"
-    campaign = Campaign(title="x", build=lambda: bench, origin=lambda rows: {"n": len(rows)}, output=output)
-    return measure(campaign, budget_s)
+    about = {"command": "y", "date": str(len(bench.calls))}
+    given: dict[str, Any] = dict(title="x", origin=lambda rows: {"n": len(rows)}, output=folder / "x.csv")
+    campaign = Campaign(build=lambda: bench, about=about, **given)
+    outcome = measure(campaign, budget_s)
+    campaign.journal().remove()
+    return outcome
+
+
+def test_an_interrupted_campaign_resumes(tmp_path: Path) -> None:
+    bench, sample, calls = FakeBench(), FakeBench.sample, 5
+
+    def interrupt(point: str) -> Seconds:
+        if len(bench.calls) == calls:
+            raise KeyboardInterrupt
+        return sample(bench, point)
+
+    bench.sample = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run(bench, tmp_path)
+    assert len((tmp_path / "x.csv.journal").read_text().splitlines()) == 1 + calls
+    calls = 100
+    outcome = run(bench, tmp_path)
+    assert bench.calls == ["1", "2", "5"] * 3
+    assert (outcome.samples, outcome.notes[-1]) == (9, "resumed from 5 samples of an interrupted run")
+    assert not (tmp_path / "x.csv.journal").exists()
 
 
 def test_steady_points_are_measured_three_times_and_written(tmp_path: Path) -> None:
@@ -59,7 +81,7 @@ def test_steady_points_are_measured_three_times_and_written(tmp_path: Path) -> N
     assert bench.calls == ["1", "2", "5"] * 3
     assert [row.chunk for row in outcome.rows] == [1, 2, 5]
     assert read_measurements(tmp_path / "x.csv") == outcome.rows
-    assert read_origin(tmp_path / "x.csv") == {"n": 3}
+    assert read_origin(tmp_path / "x.csv") == {"command": "y", "date": "0", "n": 3}
     assert bench.closed
 
 
