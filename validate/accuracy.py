@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvrsim.io.schema import write_json
 from validate import serving
 from validate.published import compare as paper
 from validate.report import RESULTS, fill, write_page
+
+if TYPE_CHECKING:
+    import pandas
 
 PAGE = RESULTS / "accuracy.md"
 GATE = paper.DATA / "gate.json"
@@ -26,7 +29,7 @@ def page(parts: Sequence[Sequence[str]]) -> list[str]:
     return fill("accuracy", parts=[line for part in parts for line in part])
 
 
-def figures(result: Mapping[str, Any], comparison: serving.Comparison) -> dict[str, float]:
+def figures(result: Mapping[str, Any], prefills: pandas.DataFrame) -> dict[str, float]:
     """The errors that must not get worse, as fractions: of the paper's rows and of serving engines."""
     errors = {
         "paper, models left out": paper.residual_of_paper().cross_validated_mape,
@@ -34,7 +37,7 @@ def figures(result: Mapping[str, Any], comparison: serving.Comparison) -> dict[s
         "paper, worst model": max(model["mape"] for model in result["by_model"].values()),
         "paper, all rows": result["all"]["mape"],
     }
-    for name, group in comparison.figures().items():
+    for name, group in serving.figures(prefills).items():
         errors |= {f"serving, {name}, {error}": group[error] for error in ("median_ape", "mape")}
     return {name: round(float(value), 4) for name, value in errors.items()}
 
@@ -47,10 +50,10 @@ def worse(now: Mapping[str, float], stored: Mapping[str, float]) -> dict[str, tu
 
 def main(*options: str) -> None:
     """Rewrite the page, and the gate with --gate."""
-    result, comparison = paper.run(), serving.compare()
-    write_page(PAGE, page([paper.part(result), serving.part(comparison)]))
+    result, prefills = paper.run(), serving.compare()
+    write_page(PAGE, page([paper.part(result), serving.part(prefills)]))
     if "--gate" in options:
-        write_json(GATE, figures(result, comparison), argument="gate")
+        write_json(GATE, figures(result, prefills), argument="gate")
     used = result["calibration"]
     shares = f"mean absolute error {used['mape']:.1%}, median {used['median_ape']:.1%}"
     print(f"docs/results/accuracy.md: {used['n']} rows used, {shares}")

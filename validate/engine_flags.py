@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrsim.arguments import FleetArgs
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.hardware import load_cluster
@@ -23,10 +22,6 @@ from kvrsim.layout import Layout
 from kvrsim.model.load import config_path
 from kvrsim.strategies import get_strategy
 from planner.candidates import Search
-from planner.capacity.launch import launch_of_fleet
-from planner.capacity.plan import plan_capacity
-from planner.capacity.request import make_request
-from planner.capacity.times import StrategyPolicy
 from planner.deploy import Launch, launch_of
 from planner.deploy_engines import DeployEngine, deploy_engine, layout_on_gpus
 from validate.report import RESULTS, fill, table, write_page
@@ -34,7 +29,6 @@ from validate.report import RESULTS, fill, table, write_page
 PAGE = RESULTS / "engine_flags.md"
 QUESTIONS = JsonObject.read(Path(__file__).with_suffix(".json"), "questions").children("questions")
 SIZES = ("tensor", "pipeline", "context", "data", "expert_parallel", "expert_data")
-TRAFFIC = "synthetic:poisson,rate=4,requests=300,context=lognormal:1k:1,max=16k,output=lognormal:150:0.5"
 ENGINES = ("vllm", "sglang")  # engines whose launches resolve_launches.py can resolve
 
 
@@ -49,8 +43,8 @@ class Resolved:
     differs: Mapping[str, str]  # sizes that differ from the plan's, by launch
 
 
-def launches(engine: str) -> Iterator[tuple[str, Launch, Layout | None]]:
-    """Yield a name, a launch and its layout for each question, then launches of fleets, without a layout."""
+def launches(engine: str) -> Iterator[tuple[str, Launch, Layout]]:
+    """Yield a name, a launch and its layout for each question."""
     for question in (dict(one.fields) for one in QUESTIONS):
         strategies = map(get_strategy, question.pop("strategies"))
         scenario, _ = make_scenario(**{"ctx": "16k", "gpus": 8} | question)
@@ -66,20 +60,11 @@ def launches(engine: str) -> Iterator[tuple[str, Launch, Layout | None]]:
                     launch,
                     layout_on_gpus(strategy, scenario),
                 )
-    for name in ("llama-3.1-8b", "llama-3.1-70b"):
-        yield f"{name}, fleet", _fleet(engine, name), None
-
-
-def _fleet(engine: str, model: str) -> Launch:
-    scenario, _ = make_scenario(ctx=1, gpus=1, model=model, cluster="h100-nvlink")
-    request = make_request(FleetArgs(requests=TRAFFIC, slo_ttft="2s", tpot="50ms", replications=1), scenario)
-    plan = plan_capacity(scenario, request, StrategyPolicy(engines=(deploy_engine(engine),)))
-    return launch_of_fleet(plan, engine, model="org/model")
 
 
 def resolve_all(engine: DeployEngine, python: str) -> Resolved:
     """Resolve all single-server launches with an interpreter's engine; InputError if the engine cannot be imported."""
-    listed = [(what, launch, layout) for what, launch, layout in launches(engine.name) if layout is not None]
+    listed = list(launches(engine.name))
     asked = {"engine": engine.name, "launches": [_asked(what, launch) for what, launch, _ in listed]}
     process = subprocess.run(
         [python, str(Path(__file__).with_name("resolve_launches.py"))],

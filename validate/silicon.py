@@ -47,9 +47,8 @@ PAGE = RESULTS / "silicon.md"
 RECORDS = Path(__file__).parents[1] / "kvrsim" / "data" / "engines"
 ENGINES = ("vllm", "sglang", "trtllm")
 TERMS = ("request_s", "token_s", "launch_s", "kernel_scale")
-_PRIOR = np.log(
-    [6e-3, 1.2e-6, 9e-6, 1.0]
-)  # logarithms of the engines' mean TERMS; kernel times of the profiles are assumed to be right
+# Prior of the logarithms of the engines' mean TERMS; kernel times of the profiles are assumed to be right.
+_PRIOR = np.log([6e-3, 1.2e-6, 9e-6, 1.0])
 _PRIOR_SD = np.array([1.0, 1.0, 1.0, 0.03])
 _ENGINE_SD = np.array([0.3, 0.2, 0.6, 0.05])  # prior spread of an engine's terms around the mean
 _MODEL_SD = 1.5  # spread of log factors of model types: the common factor around 0, an engine's around the common one

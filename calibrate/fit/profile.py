@@ -119,17 +119,16 @@ def fit_profile(
     *,
     gpu: GpuSpec,
     link: LinkSpec,
-    host: HostRates | None = None,
     choices: FitChoices | None = None,
     argument: str = "compute",
     origins: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[CalibrationProfile, FitReport]:
     """Fit a profile of one GPU and its link; gemm and attention are required, the rest defaults to the datasheet.
 
-    `host` None: host costs from host_layer and host_collective rows, or DEFAULT_HOST, which predictions replace by an
-    engine's costs; a CPU has no separate host. `origins`: results of read_origin for the files of the rows. If one of
-    them names a Hugging Face model, nothing is fused, times of attention contain everything between the cache and the
-    output projection, and whole layers are compared with predictions.
+    Host costs are those of host rows, or else DEFAULT_HOST, which predictions replace by an engine's costs; a CPU has
+    no separate host. `origins`: results of read_origin for the files of the rows. If one of them names a Hugging Face
+    model, nothing is fused, times of attention contain everything between the cache and the output projection, and
+    whole layers are compared with predictions.
 
     Raises InputError naming `argument` for rows that are too few, vary too much, are of several devices or kernels, or
     that no fit reproduces.
@@ -148,7 +147,7 @@ def fit_profile(
         whole_attention=origin.is_hugging_face,
     )
     links = fit.links()
-    host_rates = replace(fit.host(host), step_s=prepare.step_s)
+    host_rates = replace(fit.host(), step_s=prepare.step_s)
     about = f", layers of {origin.model.name} by Hugging Face transformers" if origin.model is not None else ""
     devices = ", ".join(sorted({row.device for row in fit.used if row.operation in ("gemm", "attention")}))
     beyond = "Batches above 1, windows and mixtures of experts were not measured." if origin.is_hugging_face else ""
@@ -173,7 +172,7 @@ def fit_profile(
     )
     report = FitReport(
         profile=profile,
-        lines={kind: [*found.lines(), *fit.more_lines.get(kind, ())] for kind, found in fit.fitted.items()},
+        lines=fit.lines,
         notes=(*_notes_on_unused(rows, fit.used, fit.dtypes), *fit.missing),
         layers=None if origin.model is None else compare_layers(profile, origin.model, rows),
     )
@@ -225,16 +224,11 @@ def _notes_on_unused(
     left = Counter(_KINDS.get(row.operation, row.operation) for row in rows if id(row) not in taken)
     types = " or ".join(dtypes)
     reasons = {
-        "all_gather": "between nodes, or far from the form",
-        "all_reduce": "between nodes, or slower than another kernel at that size",
         "attention": f"not {types}, another head_dim, more than one sequence, or decoding",
         "elementwise": f"not {types}",
         "gemm": f"not {types}, fewer than {gemm.STEP} tokens, or of a narrow matrix",
-        "send_recv": "between nodes, or far from the form",
-    }
-    return tuple(
-        f"{left[kind]} {kind} rows were not fitted: {reason}" for kind, reason in reasons.items() if left[kind]
-    )
+    } | dict.fromkeys(_COLLECTIVES, "between nodes, slower than another kernel, or far from the form")
+    return tuple(f"{left[kind]} {kind} rows were not fitted: {why}" for kind, why in reasons.items() if left[kind])
 
 
 # -- the fits of all kinds of operations, one after another
@@ -250,8 +244,7 @@ class _OperationFits:
     choices: FitChoices
     argument: str
     origin: Provenance
-    fitted: dict[str, Fitted[Any]] = field(default_factory=dict)  # fits by kind of operation
-    more_lines: dict[str, list[Errors]] = field(default_factory=dict)  # errors of further fits of a kind
+    lines: dict[str, list[Errors]] = field(default_factory=dict)  # errors of all fits by kind of operation
     operations: dict[str, OperationFit] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)  # notes on operations without measurements
     used: list[Measurement] = field(default_factory=list)
@@ -322,8 +315,8 @@ class _OperationFits:
         return "sdpa" if row.kernel == "sdpa" else "flash"
 
     def use(self, *operations: str, kernel: str | None = None) -> list[Measurement]:
-        """Rows of these operations in the fitted dtypes, of one kernel or of all; they count as used."""
-        found = [row for row in self.rows if row.operation in operations and row.dtype in self.dtypes]
+        """Rows of these operations, of one kernel or of all, without a dtype or in a fitted one; they count as used."""
+        found = [row for row in self.rows if row.operation in operations and row.dtype in (None, *self.dtypes)]
         found = [row for row in found if kernel in (None, row.kernel)]
         self.used += found
         return found
@@ -331,9 +324,7 @@ class _OperationFits:
     def record(self, kind: str, usable: Sequence[Measurement], fitted: Fitted[Any]) -> Any:
         """Record a fit and return its rates. A poor fit gives a note for rows of this machine, else an InputError."""
         self._check_error(kind, fitted)
-        if kind in self.fitted:
-            self.more_lines.setdefault(kind, []).extend(self.fitted[kind].lines())
-        self.fitted[kind] = fitted
+        self.lines[kind] = [*fitted.lines(), *self.lines.get(kind, ())]
         systematic = systematic_log_sd(kind, usable, self.choices.others)
         self.operations[kind] = replace(
             fitted.operation, systematic_log_sd=None if systematic is None else rounded(systematic)
@@ -379,7 +370,7 @@ class _OperationFits:
                 burst = gemm.at_burst(usable, self.clock)
                 fitted = gemm.fit_gemm_type(burst, self.gpu, kind, keep_shapes=self._keep_shapes())
                 self._check_error("gemm", fitted)
-                self.more_lines.setdefault("gemm", []).extend(fitted.lines())
+                self.lines["gemm"] += fitted.lines()
                 rates[kind] = fitted.rates
         return rates
 
@@ -473,19 +464,17 @@ class _OperationFits:
         )
         return None
 
-    def host(self, given: HostRates | None) -> HostRates:
-        """Host costs as given, as measured, or DEFAULT_HOST; a CPU has no launch overhead."""
-        if given is None and not has_waves(self.gpu):
+    def host(self) -> HostRates:
+        """Host costs as measured, or DEFAULT_HOST; a CPU has no launch overhead."""
+        if not has_waves(self.gpu):
             self.operations["host"] = _unmeasured("none: the CPU is its own host", 0.0)
             return NO_HOST
         layers, gathers, messages, before = (
-            [row for row in self.rows if row.operation == f"host_{what}"]
-            for what in ("layer", "collective", "message", "prepare")
+            self.use(f"host_{what}") for what in ("layer", "collective", "message", "prepare")
         )
-        if given is not None or not layers:
+        if not layers:
             self.operations["host"] = _unmeasured("set by hand, not measured", _HAND_LOG_SD)
-            return given or DEFAULT_HOST
-        self.used += [*layers, *gathers, *messages, *before]
+            return DEFAULT_HOST
         rates, self.operations["host"] = elementwise.fit_host(layers, gathers, messages)
         return replace(rates, prepare_s=rounded(float(np.median(column(before, "expected_s"))))) if before else rates
 

@@ -29,13 +29,8 @@ _LEAST_CHUNK = 64
 _PROBE = 256  # tokens of a first forward that measures the device's speed
 _MARKED_S = 2e-2  # seconds; shorter forwards are also timed without marks, because marks would take much of the time
 _HOST = ("host_layer", "host_prepare")  # seconds of the host; all other parts are seconds of the device
-_BY_POINT = (
-    "attention",
-    "before_attention",
-    "after_attention",
-    "layer",
-    "prepare",
-)  # parts that also depend on the prefix or the kernel
+# Parts that also depend on the prefix or the kernel.
+_BY_POINT = ("attention", "before_attention", "after_attention", "layer", "prepare")
 _OUTSIDE = ("prepare", "embedding", "head")  # parts outside the layers
 _FENCE = 1.5  # distance of the fences from the quartiles, in interquartile ranges
 _LEAST_S = 1e-9  # shorter medians mean that nothing was measured

@@ -201,17 +201,11 @@ def sizes_to(max_bytes: int) -> list[int]:
 def patterns(num_ranks: int) -> list[tuple[Flow, ...]]:
     """Groups of simultaneous messages that distinguish a bus from a switch; no rank sends or receives twice in a group.
 
-    The groups are both directions between neighbours, pairs without a common rank, the chain of a prefix, and the ring
-    of an all-gather.
+    The groups are both directions between neighbours, and pairs without a common rank.
     """
-    chain = tuple((rank, rank + 1) for rank in range(num_ranks - 1))
-    found: Iterable[tuple[Flow, ...]] = (
-        *(((rank, rank + 1), (rank + 1, rank)) for rank in range(num_ranks - 1)),
-        tuple((rank, rank + 1) for rank in range(0, num_ranks - 1, 2)),
-        chain,
-        (*chain, (num_ranks - 1, 0)),
-    )
-    return list(dict.fromkeys(flows for flows in found if len(flows) > 1))
+    neighbours = [((rank, rank + 1), (rank + 1, rank)) for rank in range(num_ranks - 1)]
+    separate = tuple((rank, rank + 1) for rank in range(0, num_ranks - 1, 2))
+    return [*neighbours, separate] if len(separate) > 1 else [*neighbours]
 
 
 # -- the bench
@@ -296,36 +290,32 @@ class LinkBench:
 
 # -- whether a switch or a bus connects the ranks, derived from message times
 
-Slowdowns = Mapping[tuple[str, int], float]  # slowdown by shape (separate, both, chain) and number of messages
+Slowdowns = Mapping[tuple[str, int], float]  # slowdown by shape (separate, both) and number of messages
 
 _SHARED = 0.5  # threshold between 0 (simultaneous messages keep their rates) and 1 (they share one rate)
-_SHAPES = {"separate": "of separate pairs", "chain": "along a chain", "both": "in both directions of a pair"}
+_SHAPES = {"separate": "of separate pairs", "both": "in both directions of a pair"}  # the first one measured decides
 
 
 def find_topology(rows: Sequence[Measurement], argument: str = "measurements") -> tuple[Topology, str]:
     """Return the topology that send_recv rows with src and dst show, and sentences with the ratios behind this result.
 
     Ranks share a bus if simultaneous messages slow each other down: with four ranks or more, messages of separate
-    pairs; with fewer ranks, the two directions of a pair and the links of a chain. Raises InputError naming `argument`
-    without such rows.
+    pairs; with fewer ranks, the two directions of a pair. Raises InputError naming `argument` without such rows.
     """
     sent = [row for row in rows if row.operation == "send_recv" and None not in (row.src, row.dst)]
     if not any(row.messages == 1 for row in sent):
         raise InputError(argument, f"{len(sent)} such rows", "send_recv rows with src, dst and one message at a time")
     slowdowns = _slowdowns(sent)
-    separate = {messages: factor for (shape, messages), factor in slowdowns.items() if shape == "separate"}
-    others = sorted((key for key in slowdowns if key[0] != "separate"), key=lambda key: key[0])  # chains come last
-    decisive = separate or {messages: slowdowns[shape, messages] for shape, messages in others}
-    if not decisive:
+    if not slowdowns:
         return "switch", "No simultaneous messages were measured: assumed to be a switch."
-    shares = [math.log(factor) / math.log(messages) for messages, factor in decisive.items()]
+    decisive = next(shape for shape in _SHAPES if any(key[0] == shape for key in slowdowns))
+    shares = [math.log(factor) / math.log(key[1]) for key, factor in slowdowns.items() if key[0] == decisive]
     topology: Topology = "bus" if median(shares) >= _SHARED else "switch"
-    verdict = f"a {topology}{'' if separate else ' (fewer than four ranks cannot show more)'}"
+    verdict = f"a {topology}{'' if decisive == 'separate' else ' (fewer than four ranks cannot show more)'}"
     texts = [
-        f"{messages} messages {text} take {slowdowns[shape, messages]:.2f} times as long as alone"
+        f"{messages} messages {_SHAPES[shape]} take {factor:.2f} times as long as alone"
         f" (on a bus {messages}, a switch 1)"
-        for shape, text in _SHAPES.items()
-        for messages in sorted(count for key, count in slowdowns if key == shape)
+        for (shape, messages), factor in sorted(slowdowns.items(), reverse=True)
     ]
     return topology, f"{'; '.join(texts)}: {verdict}."
 
@@ -335,8 +325,9 @@ def _slowdowns(sent: Iterable[Measurement]) -> Slowdowns:
     alone = {(row.src, row.dst, row.bytes): row.median_s for row in sent if row.messages == 1}
     together: dict[tuple[Any, ...], list[Measurement]] = {}
     for row in sent:
-        if row.messages > 1 and (row.src, row.dst, row.bytes) in alone:
-            shape = "separate" if row.ranks == 2 * row.messages else "both" if row.ranks == 2 else "chain"
+        known = row.ranks in (2, 2 * row.messages) and (row.src, row.dst, row.bytes) in alone
+        if row.messages > 1 and known:
+            shape = "separate" if row.ranks == 2 * row.messages else "both"
             pair = {row.src, row.dst} if shape == "both" else {}  # the directions of each pair form a group
             together.setdefault((shape, row.messages, row.bytes, frozenset(pair)), []).append(row)
     factors: dict[tuple[str, int], list[float]] = {}

@@ -126,10 +126,10 @@ class LinkRank:
         come = next((flow for flow in flows if flow[1] == self.rank), None)
         times = []
         for _ in range(repeats):
-            receive = self._receive(come, self.incoming[:nbytes]) if come else None
+            receive = self.links.irecv(come, self.incoming[:nbytes]) if come else None
             self._meet(ranks)
             began_s = time.monotonic()
-            send = self._send(to, self.outgoing[:nbytes]) if to else None
+            send = self.links.isend(to, self.outgoing[:nbytes]) if to else None
             arrived_s = self._finish(receive) if receive else None
             if send:
                 self._finish(send)
@@ -143,9 +143,10 @@ class LinkRank:
             if self.rank == flow[0]:
                 self._meet(flow)
             began_s = time.monotonic()
-            work = (self._send if self.rank == flow[0] else self._receive)(
-                flow, (self.outgoing if self.rank == flow[0] else self.incoming)[:nbytes]
-            )
+            if self.rank == flow[0]:
+                work = self.links.isend(flow, self.outgoing[:nbytes])
+            else:
+                work = self.links.irecv(flow, self.incoming[:nbytes])
             took_s.append(time.monotonic() - began_s)
             if self.rank == flow[1]:
                 self._meet(flow)
@@ -185,12 +186,6 @@ class LinkRank:
         whole[piece * self.rank : piece * (self.rank + 1)].copy_(self.outgoing[:piece])
         ring = _FirstRanks(rank=self.rank, size=num_ranks, links=self.links)
         ring.ring_all_gather(whole, range(0, piece * num_ranks + 1, piece))
-
-    def _send(self, flow: Flow, buffer: Any) -> Any:
-        return self.links.isend(flow, buffer)
-
-    def _receive(self, flow: Flow, buffer: Any) -> Any:
-        return self.links.irecv(flow, buffer)
 
     def _finish(self, work: Any) -> float:
         """Wait for the work, and for the device, and return the time."""
@@ -273,9 +268,8 @@ class PendingRank:
     def layer(self, *, at: Point) -> float:
         """Device seconds of a layer, at the clock of a long prefill."""
         assert self.timer is not None
-        self.timer.layer_s(
-            at
-        )  # allocate memory and load kernels before the receive: during it, the device cannot be synchronised
+        # Allocate memory and load kernels before the receive: during it, the device cannot be synchronised.
+        self.timer.layer_s(at)
         return self.timer.layer_s(at, heat=not self.timer.clock.host_is_device)
 
     def post(self) -> None:

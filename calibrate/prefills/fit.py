@@ -119,9 +119,8 @@ def make_cases(
             raise InputError(f"{row.where}: {error.parameter}", error.value, error.accepted) from None
         cases.append(case)
         for note in about:
-            notes.setdefault(
-                getattr(note, "code", re.sub(r"[0-9]+", "", note)), note
-            )  # keep one of the notes that differ only in numbers
+            # Keep one of the notes that differ only in numbers.
+            notes.setdefault(getattr(note, "code", re.sub(r"[0-9]+", "", note)), note)
     return PrefillCases(cases=tuple(cases), notes=(*gpu_notes, *notes.values()), cluster=cluster)
 
 

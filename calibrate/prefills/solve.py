@@ -25,9 +25,8 @@ _USUAL_NOISE = 0.03  # prior median of the noise: the usual error of predicted p
 _NOISE_LOG_SD = 0.8  # log standard deviation of the noise's prior
 _FIRST_NOISE = 0.05
 _TAIL = 4.0  # degrees of freedom of Student's t: a few outliers among many rows
-_AS_NORMAL = (
-    1.533 / 1.2816
-)  # standard deviation of the normal distribution with the same central 80 %, divided by Student's scale
+# Standard deviation of the normal distribution with the same central 80 %, divided by Student's scale.
+_AS_NORMAL = 1.533 / 1.2816
 _STEP = 0.02  # step of numerical derivatives, in prior standard deviations
 _STARTS = (-2.0, -1.0, 1.0, 2.0, 3.0)  # moves of one term, in prior standard deviations, for further starts
 _HIDDEN = 0.9  # share of the prior's width; another term may hide a term that stays wider

@@ -24,7 +24,7 @@ from calibrate.fit.attention import fit_latent_section
 from calibrate.fit.experts import fit_experts_section
 from calibrate.fit.fit import Fitted
 from calibrate.fit.gemm import builtin_shapes, fit_types_section
-from calibrate.fit.profile import DEFAULT_HOST, AssumedElementwise, FitChoices, Label, fit_profile
+from calibrate.fit.profile import AssumedElementwise, FitChoices, Label, fit_profile
 from calibrate.fit.recurrence import fit_recurrence_section
 from calibrate.fit.report import FitReport
 from calibrate.fit.sparse import fit_sparse_section
@@ -104,7 +104,6 @@ class Recipe:
             ),
             gpu=load_gpu(self.gpu),
             link=load_link(self.link),
-            host=DEFAULT_HOST,
             choices=FitChoices(
                 attention_kernel=self.attention_kernel,
                 keep_shapes=builtin_shapes(),

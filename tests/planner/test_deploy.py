@@ -9,12 +9,17 @@ from typing import Any
 
 import pytest
 
+from kvrsim.arguments import FleetArgs
 from kvrsim.builder import make_scenario
 from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.candidates import ForEngine, partition_of, strategies_to_compare
+from planner.capacity.launch import launch_of_fleet
+from planner.capacity.plan import plan_capacity
+from planner.capacity.request import make_request
+from planner.capacity.times import StrategyPolicy
 from planner.deploy import Launch, launch_of
 from planner.deploy_engines import deploy_engine, engines_with
 from tests.building.flags import options
@@ -40,14 +45,22 @@ def launched(engine: str, strategy: str, **question: Any) -> Launch:
 @pytest.mark.parametrize("engine", DEPLOY_ENGINES)
 def test_flags_are_documented_and_say_the_layout(engine: str) -> None:
     """Every flag is documented and its value has the right type; sizes are those of the plan."""
-    number = 0
-    for what, launch, layout in launches(engine):
-        found = options(launch)
-        assert set(launch.files) == ({"trtllm.yaml"} if engine == "trtllm" else set()) or layout is None
-        if layout is not None:
-            assert sizes_of(engine, found, launch.files) == (layout.num_gpus, layout.pipeline), what
-            number += 1
-    assert number >= 20
+    listed = list(launches(engine))
+    for what, launch, layout in listed:
+        assert set(launch.files) == ({"trtllm.yaml"} if engine == "trtllm" else set())
+        assert sizes_of(engine, options(launch), launch.files) == (layout.num_gpus, layout.pipeline), what
+    assert len(listed) >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", DEPLOY_ENGINES)
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-70b"])
+def test_flags_of_fleets_are_documented(engine: str, model: str) -> None:
+    traffic = "synthetic:poisson,rate=4,requests=300,context=lognormal:1k:1,max=16k,output=lognormal:150:0.5"
+    scenario, _ = make_scenario(ctx=1, gpus=1, model=model, cluster="h100-nvlink")
+    request = make_request(FleetArgs(requests=traffic, slo_ttft="2s", tpot="50ms", replications=1), scenario)
+    plan = plan_capacity(scenario, request, StrategyPolicy(engines=(deploy_engine(engine),)))
+    assert options(launch_of_fleet(plan, engine, model="org/model"))
 
 
 def sizes_of(engine: str, found: dict[str, str | None], files: Mapping[str, str]) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pandas
 import pytest
 
 from validate import accuracy, serving
@@ -20,7 +21,7 @@ def result() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def comparison() -> serving.Comparison:
+def prefills() -> pandas.DataFrame:
     return serving.compare()
 
 
@@ -32,8 +33,8 @@ def test_targets(result: dict[str, Any]) -> None:
     assert sorted(slow)[len(slow) // 2] <= 0.15
 
 
-def test_accuracy_is_no_worse_than_the_gate(result: dict[str, Any], comparison: serving.Comparison) -> None:
-    assert accuracy.worse(accuracy.figures(result, comparison), json.loads(accuracy.GATE.read_text())) == {}
+def test_accuracy_is_no_worse_than_the_gate(result: dict[str, Any], prefills: pandas.DataFrame) -> None:
+    assert accuracy.worse(accuracy.figures(result, prefills), json.loads(accuracy.GATE.read_text())) == {}
 
 
 def test_the_gate_allows_a_point() -> None:
@@ -43,9 +44,9 @@ def test_the_gate_allows_a_point() -> None:
     assert set(accuracy.worse({"left_out": 0.02}, stored)) == {"all"}
 
 
-def test_the_page_has_every_model_and_engine(result: dict[str, Any], comparison: serving.Comparison) -> None:
+def test_the_page_has_every_model_and_engine(result: dict[str, Any], prefills: pandas.DataFrame) -> None:
     json.dumps(result, allow_nan=False)
-    page = "\n".join(accuracy.page([paper.part(result), serving.part(comparison)]))
+    page = "\n".join(accuracy.page([paper.part(result), serving.part(prefills)]))
     assert all(model in page for model in {row["model"] for row in result["rows"]})
     assert all(f"| {name} |" in page for name in serving.ENGINES)
 

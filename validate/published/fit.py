@@ -29,7 +29,6 @@ these partitions.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -43,7 +42,7 @@ from scipy.optimize import least_squares
 from kvrsim.builder import make_scenario
 from kvrsim.engine import HostRates, load_engine
 from kvrsim.executors.run import run_partition
-from kvrsim.io.files import write_atomically
+from kvrsim.io.schema import JsonObject, read, write_json
 from kvrsim.kernels.attention import EagerRates
 from kvrsim.kernels.elementwise import CacheCopies, ElementwiseRates
 from kvrsim.kernels.profile import CalibrationProfile, KernelRates, Residual, ValidRange, load_profile
@@ -53,6 +52,7 @@ from kvrsim.strategies import get_strategy
 from planner.search.search import search
 from validate.published.compare import DATA, Row, read_rows
 
+_ABOUT = JsonObject.read(DATA / "a100_eager.json", "profile")
 _MEASURED = "a100-vidur"
 _KERNEL_S = 2e-6  # seconds to start a kernel on the device
 _ATTENTION_S = 2e-5  # seconds to start the ten kernels of attention
@@ -79,11 +79,8 @@ def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationPr
     return CalibrationProfile(
         name="a100-eager",
         gpu="a100-80gb",
-        description=(
-            "fitted to the TTFTs that KV-Runahead (ICML 2024) prints for 8 x A100 over NVLink:"
-            " Hugging Face models of 2023, PyTorch 2.0, eager attention, FP16."
-        ),
-        not_covered="For serving engines (flash attention, small launch overhead) use a *-flash profile.",
+        description=_ABOUT.text("description"),
+        not_covered=_ABOUT.text("not_covered"),
         kernels=KernelRates(
             gemm=gemm,
             attention={"eager": eager},
@@ -94,24 +91,10 @@ def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationPr
         ),
         host=HostRates(layer_s=layer_s, kernel_s=kernel_s, gather_piece_s=piece_s, resume_s=resume_s),
         links=replace(measured.links, sends="rendezvous", sends_over_bus="overlap"),
-        valid=ValidRange(
-            context_len=(1024, 16384),
-            num_gpus=(1, 8),
-            hidden_size=(2048, 6656),
-            head_dim=(64, 128),
-            dtypes=("fp16", "bf16"),
-        ),
+        valid=read(ValidRange, _ABOUT.child("valid")),
         operations={kind: measured.operations[kind] for kind in ("gemm", "send_recv", "all_gather")},
         residual=residual,
-        provenance={
-            "device": "8 x NVIDIA A100 (80 GB taken, since 12k on one GPU would not fit 40), NVLink",
-            "software": "PyTorch 2.0, NCCL 2.14, Hugging Face transformers of 2023, eager attention, FP16",
-            "source": "KV-Runahead, arXiv:2405.05329, tables 2 to 4: rows at 300 GB/s and on one GPU",
-            "measured": f"gemm, links: as profile {_MEASURED}",
-            "command": "python -m validate.published.fit",
-            "fitted": "bytes_per_s of attention and elementwise (one), layer_s, kernel_s, gather_piece_s, resume_s,"
-            " score_bytes of falcon",
-        },
+        provenance=_ABOUT.child("provenance").fields,
     )
 
 
@@ -306,19 +289,14 @@ def main() -> None:
     profile = profile_of(constants, residual)
     profile.write(PATH)
     write_engine(profile)
-    write_atomically(LEFT_OUT, _left_out_json(crossed).encode(), argument="errors")
+    left_out_errors = {row.case: round(float(np.expm1(error)), 4) for row, error in crossed.items()}
+    write_json(LEFT_OUT, {"source": "python -m validate.published.fit", "rel_error": left_out_errors})
     _say(f"{PATH.name}: {residual}")
 
 
 def write_engine(profile: CalibrationProfile) -> None:
     """Write the profile's host costs to the record of the engine hf-2023."""
     replace(load_engine(ENGINE.stem), host=profile.host).write(ENGINE)
-
-
-def _left_out_json(crossed: Errors) -> str:
-    """Format the errors of each row, by a fit without its model, as JSON."""
-    values = {row.case: round(float(np.expm1(error)), 4) for row, error in crossed.items()}
-    return json.dumps({"source": "python -m validate.published.fit", "rel_error": values}, indent=1) + "\n"
 
 
 def _say(text: str) -> None:
