@@ -55,20 +55,16 @@ def _run(operation: Any) -> None:
         operation()
 
 
-class RuleRank(LaunchedRank):
-    """The runtime's rank with NCCL's rules."""
-
-    def __init__(self, **settings: Any) -> None:
-        NcclRule().install()
-        super().__init__(**settings)
+def rule_rank(**settings: Any) -> LaunchedRank:
+    """Make the runtime's rank with NCCL's rules."""
+    NcclRule().install()
+    return LaunchedRank(**settings)
 
 
-class RuleLinkRank(LinkRank):
-    """The link bench's rank with NCCL's rules."""
-
-    def __init__(self, **settings: Any) -> None:
-        NcclRule().install()
-        super().__init__(**settings)
+def rule_link_rank(**settings: Any) -> LinkRank:
+    """Make the link bench's rank with NCCL's rules."""
+    NcclRule().install()
+    return LinkRank(**settings)
 
 
 def whole_runtime(transport: Any, models: list[tuple[str, str]]) -> list[Result]:
@@ -85,15 +81,6 @@ def receives_first(transport: Any) -> None:
     links = groups_of(transport, [(one, (one + 1) % size) for one in range(size)])
     coming = links.irecv(((rank - 1) % size, rank), torch.zeros(1))
     links.isend((rank, (rank + 1) % size), torch.ones(1)).wait()
-    coming.wait()
-
-
-def shares_a_group(transport: Any) -> None:
-    """Send in both directions within one group: each rank's send waits for its receive."""
-    links = groups_of(transport, [(0, 1)])
-    group, other = links._edges[0, 1], 1 - transport.rank
-    coming = dist.irecv(torch.zeros(1), other, group=group)
-    dist.isend(torch.ones(1), other, group=group).wait()
     coming.wait()
 
 
