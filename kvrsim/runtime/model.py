@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from kvrsim.runtime.attention import Attend, use_flash
 from kvrsim.runtime.attention import attending as attention_by
 from kvrsim.runtime.geometry import DTYPES, Geometry, check_kernel, family_of
 from kvrsim.runtime.kv_cache import PrefixCache
-from kvrsim.runtime.marks import Clock, hooked
 
 
 def load_model(
@@ -119,10 +118,6 @@ class ModelForward:
             # position 0, without a mask, transformers assumes that memory after the chunk is not filled yet.
             inputs["attention_mask"] = torch.ones(ids.shape[0], visible_len, dtype=torch.long, device=ids.device)
         return inputs
-
-    def hooked(self, clock: Clock, first_layer: int = 0) -> AbstractContextManager[None]:
-        """Make layers mark their parts while the context lasts; first_layer: number of the first layer in the model."""
-        return hooked(self.model, self.geometry, clock, first_layer=first_layer)
 
 
 def light_copy(model: Any) -> Any:

@@ -198,18 +198,16 @@ class RankPool:
         waiting = {self._pipes[rank]: rank for rank in ranks}
         end_s = time.monotonic() + timeout_s
         while waiting and (left_s := end_s - time.monotonic()) > 0:
-            ready: list[Pipe] = connection.wait(list(waiting), timeout=left_s)
-            for pipe in ready:
+            for pipe in connection.wait(list(waiting), timeout=left_s):
                 kind, answer = self._received(waiting[pipe], pipe)
-                if kind == "progress":
-                    if on_progress is not None:
-                        on_progress(*answer)
-                    continue
-                rank = waiting.pop(pipe)
+                if kind != "progress":
+                    rank = waiting.pop(pipe)
                 if kind == "result":
                     answers[rank] = answer
-                else:
+                elif kind == "faults":
                     faults += answer
+                elif on_progress is not None:
+                    on_progress(*answer)
             if faults:
                 end_s = min(end_s, time.monotonic() + _GRACE_S)
         late = "no answer" if faults else f"no answer within {timeout_s:g} s"

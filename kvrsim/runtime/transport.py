@@ -140,8 +140,7 @@ class LinkGroups:
         gathers: Sequence[Sequence[int]],
         timeout_s: float,
     ) -> None:
-        self.rank, self.backend, self.device = rank, backend, device
-        self._timeout = timedelta(seconds=timeout_s)
+        self.rank, self.backend, self.device, self._timeout = rank, backend, device, timedelta(seconds=timeout_s)
         if backend == "nccl":
             os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(MAX_BLOCKS))
         self._edges = {edge: self._group(edge, is_edge=True) for edge in edges}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
+from math import comb
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvrsim.interp import median_error
-from kvrsim.io.schema import fields_to_json
+from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.results.question import Question
 from kvrsim.results.results import Answer, StrategyPrediction, stages_to_json
 from kvrsim.results.timeline import Timeline
@@ -30,7 +31,7 @@ class Targets:
     """Limits that a confirmation has to meet."""
 
     regret: float = 0.03  # largest allowed regret, if significant, as a share of the best candidate's TTFT
-    error: float = 0.07  # largest allowed median of the absolute relative errors of predicted TTFTs
+    median_error: float = 0.07  # largest allowed median of the absolute relative errors of predicted TTFTs
     logits: float | None = None  # largest allowed difference over the largest logit; None: by the dtype
 
     def logits_for(self, dtype: str) -> float:
@@ -81,8 +82,7 @@ class MeasuredCandidate:
         """Return plain JSON values."""
         difference = self.timing.difference
         return {
-            "strategy": self.strategy,
-            "partition": list(self.partition),
+            **fields_to_json(self, "strategy", "partition"),
             **stages_to_json(self.partition, self.prediction.layers),
             "predicted_ttft_s": self.predicted_s,
             "predicted_low_s": self.prediction.ttft_low_s,
@@ -169,8 +169,8 @@ class Confirmation(Answer):
         targets, reasons = self.targets, []
         if self.regret > targets.regret and self.regret_beyond_spread:
             reasons.append(f"regret {self.regret:.1%} is above {targets.regret:.1%}, and significant")
-        if self.median_error > targets.error:
-            by = f"{self.median_error:.1%} (median), above {targets.error:.1%}"
+        if self.median_error > targets.median_error:
+            by = f"{self.median_error:.1%} (median), above {targets.median_error:.1%}"
             reasons.append(f"predictions are off by {by}{self._drift_note}")
         limit = targets.logits_for(self.question.dtype)
         for one in self.candidates:
@@ -185,7 +185,7 @@ class Confirmation(Answer):
     def _drift_note(self) -> str:
         """Return a note if the machine's speed alone explains an error above its target; else an empty text."""
         left = median(abs((one.rel_error + 1) / self.speed - 1) for one in self.candidates)
-        if len(self.candidates) == 1 or left > self.targets.error:
+        if len(self.candidates) == 1 or left > self.targets.median_error:
             return ""
         return f"; all run about {self.speed:.2f} times as fast as predicted: calibrate again"
 
@@ -202,19 +202,15 @@ class Confirmation(Answer):
             "dtype": self.question.dtype,
             "candidates": [one.to_dict() | {"chosen": one is self.choice} for one in self.candidates],
             "orders": {
-                "pairs": len(self.candidates) * (len(self.candidates) - 1) // 2,
+                "pairs": comb(len(self.candidates), 2),
                 "significant": len(self.significant_pairs),
                 "right": len(self.significant_pairs) - len(self.wrong_pairs),
-                "wrong": [list(pair) for pair in self.wrong_pairs],
+                "wrong": to_json(self.wrong_pairs),
             },
-            "best_measured": {"strategy": self.best.strategy, "partition": list(self.best.partition)},
+            "best_measured": fields_to_json(self.best, "strategy", "partition"),
             **fields_to_json(self, "regret", "regret_spread", "regret_beyond_spread", "median_error", "speed"),
             **fields_to_json(self, "max_logit_error", "ok", "reasons"),
-            "targets": {
-                "regret": self.targets.regret,
-                "median_error": self.targets.error,
-                "logits": self.targets.logits_for(self.question.dtype),
-            },
+            "targets": fields_to_json(self.targets) | {"logits": self.targets.logits_for(self.question.dtype)},
             **fields_to_json(self, "conditions", "warnings"),
         }
 

@@ -59,7 +59,7 @@ def page() -> Page:
         candidates=tuple(candidates),
         chosen=0,
         conditions={"device": "<made up>"},
-        targets=Targets(error=1.0),
+        targets=Targets(median_error=1.0),
         warnings=(),
     )
     return confirmation_page(found)

@@ -56,15 +56,8 @@ def start() -> Any:
         raise NoBrowserError(f"{name} is not installed; on Debian: apt install chromium chromium-driver")
     options = Options()
     options.binary_location = program
-    size = "--window-size={},{}".format(*DESKTOP)
-    for switch in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--hide-scrollbars",
-        size,
-    ):
+    switches = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --hide-scrollbars"
+    for switch in (*switches.split(), "--window-size={},{}".format(*DESKTOP)):
         options.add_argument(switch)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     return webdriver.Chrome(options=options, service=Service(driver))
@@ -133,15 +126,12 @@ class Opened:
 
     def drag(self, selector: str, x: float, y: float, by: float, down: float = 0, *, shift: bool = False) -> None:
         """Press the mouse button at a point of an element, move by (`by`, `down`) CSS pixels and release the button."""
-        self._at(
-            selector,
-            x,
-            y,
-            lambda actions: (
-                actions.click_and_hold().move_by_offset(by / 2, down / 2).move_by_offset(by / 2, down / 2).release()
-            ),
-            "\ue008" if shift else None,
-        )
+
+        def move(actions: Any) -> Any:
+            half = (by / 2, down / 2)
+            return actions.click_and_hold().move_by_offset(*half).move_by_offset(*half).release()
+
+        self._at(selector, x, y, move, "\ue008" if shift else None)
 
     def wheel(self, selector: str, x: float, y: float, delta: int, *, ctrl: bool = True) -> None:
         """Turn the mouse wheel at a point of an element; delta < 0 scrolls up. ctrl: whether the Ctrl key is held."""

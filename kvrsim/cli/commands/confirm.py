@@ -117,7 +117,7 @@ def confirm(
                 strategies=wanted.strategies,
                 top=wanted.top,
                 virtual=wanted.virtual,
-                targets=Targets(regret=wanted.max_regret, error=wanted.max_error, logits=wanted.max_logit_error),
+                targets=Targets(regret=wanted.max_regret, median_error=wanted.max_error, logits=wanted.max_logit_error),
                 warnings=warnings,
                 reporter=Reporter(note=warn_once, progress=progress),
             )

@@ -11,10 +11,10 @@ from importlib import import_module
 from typing import Any
 
 from kvrsim.errors import InputError
+from kvrsim.runtime import marks
 from kvrsim.runtime.attention import in_query_blocks
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.kv_cache import CacheListener, Chunk, Memory, PrefixCache, UpdateEvent, make_buffers
-from kvrsim.runtime.marks import RankTrace, clock_of
 from kvrsim.runtime.model import ModelForward
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.transport import Edge, Pending, Transport
@@ -58,7 +58,7 @@ class Exchange(CacheListener):
         """Make the buffers, or use `memory`."""
         self.forward, self.transport, self.plan = forward, transport, plan
         self.geometry, self.rank = forward.geometry, transport.rank
-        self.clock = clock_of(self.geometry.device, all_streams=True)
+        self.clock = marks.clock_of(self.geometry.device, all_streams=True)
         self.logits: Any = None  # logits of the last token, [B, vocabulary], after a prefill, on the rank that emits it
         self.layer: Any = None  # number of the layer that the rank has reached
         self._receives: dict[int, list[tuple[int, Pending]]] = {}  # source and message of each posted receive, by layer
@@ -106,14 +106,15 @@ class Exchange(CacheListener):
         """Return the rank's cache."""
         return PrefixCache(make_buffers(self.geometry, chunk, memory), self)
 
-    def prefill(self, input_ids: Any, *, hooked: bool = False) -> RankTrace:
+    def prefill(self, input_ids: Any, *, hooked: bool = False) -> marks.RankTrace:
         """Prefill prompts [B, C], the same on every rank; all ranks start together and reuse their buffers.
 
         hooked: layers also mark their parts. Raises LinkError if a message does not arrive in time.
         """
         self.layer = None
         self._receives.clear()
-        with self.forward.hooked(self.clock, self.first_layer) if hooked else nullcontext():
+        hooks = marks.hooked(self.forward.model, self.geometry, self.clock, first_layer=self.first_layer)
+        with hooks if hooked else nullcontext():
             self.transport.barrier()
             self.clock.start()
             self.clock.mark("start")
@@ -123,14 +124,10 @@ class Exchange(CacheListener):
                     self.logits = result
                     self.logits.argmax(-1).tolist()  # the first token, which a user waits for
             self.clock.mark("token")
-            marks = tuple(self.clock.finish())
+            recorded = tuple(self.clock.finish()) if self.cache is not None else ()
             self.finish()
-        return RankTrace(
-            rank=self.rank,
-            start_s=self.clock.start_s,
-            marks=marks if self.cache is not None else (),
-            emits_token=self.emits_token,
-        )
+        start_s, emits = self.clock.start_s, self.emits_token
+        return marks.RankTrace(rank=self.rank, start_s=start_s, marks=recorded, emits_token=emits)
 
     def run(self, input_ids: Any) -> Any:
         """Run the rank's part in the prefill of [B, C]; the emitting rank returns the token's logits [B, vocabulary].

@@ -64,11 +64,11 @@ class ShardForward(ModelForward):
         """Cut every module and bare weight in the plan down to the rank's share."""
         plan: Mapping[str, str] = model.tp_plan
         for name, module in list(model.named_modules()):
-            style = plan.get(_generic(name))
-            if style is not None:
+            generic = re.sub(r"\d+", "*", name)  # the module's name in the plan
+            if (style := plan.get(generic)) is not None:
                 self._cut_module(name, module, style)
             for parameter, _ in list(module.named_parameters(recurse=False)):
-                if (style := plan.get(_generic(f"{name}.{parameter}"))) is not None:
+                if (style := plan.get(f"{generic}.{parameter}")) is not None:
                     self._cut_experts(module, parameter, style)
             if hasattr(module, "num_key_value_groups"):
                 kv_heads = max(1, self.kv_heads // self.share.size)
@@ -138,17 +138,11 @@ class ShardForward(ModelForward):
     def _gather_logits(self, part: Any, count: int) -> Any:
         """Return the logits of the whole vocabulary, gathered from all ranks."""
         boundaries = [count * rank // self.share.size for rank in range(self.share.size + 1)]
-        start, end = self.share.bounds(count)
         flat = part.reshape(-1, part.shape[-1])
         whole = flat.new_empty(count, flat.shape[0])
-        whole[start:end] = flat.t()
+        whole[slice(*self.share.bounds(count))] = flat.t()
         self.exchange.transport.ring_all_gather(whole, boundaries)
         return whole.t().reshape(*part.shape[:-1], count)
-
-
-def _generic(name: str) -> str:
-    """Return a module's name as in the plan, with * instead of numbers."""
-    return re.sub(r"\d+", "*", name)
 
 
 class TensorParallel(Exchange):
