@@ -24,7 +24,7 @@ _MEANINGS = (
     (r"Address already in use|EADDRINUSE", "the port is in use"),
     (r"[Cc]onnection refused|failed to connect", "nobody listens there"),
 )
-_LONGEST = 200  # largest number of characters of an unknown message
+_MOST_CHARACTERS = 200  # largest number of characters of an unknown message
 
 
 class LinkError(KvrsimError):
@@ -77,7 +77,7 @@ def meaning(error: BaseException) -> str:
             return words.format(seconds=int(match[1]) / 1e3 if match.groups() else 0)
     plain = re.sub(r"\[[^\]]*\]", "", text).encode("ascii", "ignore").decode()
     plain = " ".join(plain.split()).strip(" .:")
-    return plain[:_LONGEST] or type(error).__name__
+    return plain[:_MOST_CHARACTERS] or type(error).__name__
 
 
 def faults_of(error: BaseException, rank: int, layer: int | None) -> list[Fault]:

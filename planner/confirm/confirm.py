@@ -28,8 +28,8 @@ from planner.search.minimise import Evaluator, around, chunks_between
 
 STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")  # measured by default
 REPLAYED = (*STRATEGIES, "kvr-b")  # strategies that one device can replay rank by rank
-_LOOKS_UP = "kvr-p"  # strategy with a partition from a table, which is not read here
-_APART = 1 / 16  # share of the even chunk; a measurement cannot distinguish partitions that differ by less
+_FROM_TABLE = "kvr-p"  # strategy with a partition from a table, which is not read here
+_LEAST_DISTANCE = 1 / 16  # share of the even chunk; a measurement cannot distinguish partitions that differ by less
 
 
 def confirm(
@@ -43,7 +43,7 @@ def confirm(
     warnings: Sequence[str] = (),
     reporter: Reporter | None = None,
 ) -> Confirmation:
-    """Plan, measure the strategies and their `top` best partitions, and compare them with the predictions.
+    """Plan, measure the strategies and the `top` best partitions of KVR, and compare them with the predictions.
 
     strategies: names; "all" for every strategy that can be measured here; None for the paper's strategies.
     virtual: replay all ranks on one device; None: only if the machine has fewer devices than the scenario has GPUs.
@@ -111,7 +111,7 @@ def strategies_here(
     if scenario.cluster.num_gpus == 1:
         return ("single",), ()
     named = [name for name in dict.fromkeys(STRATEGIES if names is None else names) if name != "all"]
-    allowed = [name for name in RUN_STRATEGIES if name != _LOOKS_UP and (mode == "ranks" or name in REPLAYED)]
+    allowed = [name for name in RUN_STRATEGIES if name != _FROM_TABLE and (mode == "ranks" or name in REPLAYED)]
     where = "what the runtime runs without a table" if mode == "ranks" else "what one device can replay in turn"
 
     def check(name: str) -> None:
@@ -151,7 +151,7 @@ def further_candidates(kvr_s: Candidate, others: Sequence[Candidate], count: int
     center = kvr_s.partition
     if count < 1 or len(center.chunk_lens) < 2:
         return {}
-    apart = max(1, round(center.num_tokens / len(center.chunk_lens) * _APART))
+    apart = max(1, round(center.num_tokens / len(center.chunk_lens) * _LEAST_DISTANCE))
     known = [np.array(one.partition.boundaries) for one in others if one.strategy.name.startswith("kvr")]
     further: dict[str, Candidate] = {}
     for chunks, _ in partitions_around(kvr_s.scenario, center.chunk_lens, apart):

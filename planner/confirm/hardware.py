@@ -27,7 +27,7 @@ NO_REFERENCE = "logits are not compared: a single process's prefill does not fit
 _MESSAGE_TIMEOUT_S = 60.0  # the least timeout of a message
 _TIMEOUT_FACTOR = 6.0  # ratio of timeouts to predicted durations
 _START_S = 120.0  # time limit in which processes start and build their models, seconds
-_UNKNOWN_S = 100.0  # assumed seconds of a prefill without a profile of this machine
+_UNPREDICTED_S = 100.0  # assumed seconds of a prefill without a profile of this machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ class Hardware:
     def longest_s(self, candidates: Sequence[Candidate]) -> float:
         """Return the predicted seconds of the longest prefill; a fixed guess without a profile of this machine."""
         if candidates[0].scenario.profile is None or self.other_machine:
-            return _UNKNOWN_S
+            return _UNPREDICTED_S
         return max(one.ttft_s for one in candidates)
 
     def launch(self, scenario: Scenario, num_ranks: int, longest_s: float, count: float) -> Launch:

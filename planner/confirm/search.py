@@ -38,10 +38,10 @@ from planner.table.table import PartitionTable, TableSetting, quantization_steps
 if TYPE_CHECKING:
     from kvrsim.runtime.transport import Transport
 
-_FIRST, _LAST = 1 / 8, 1 / 64  # first and last stride over the even chunk; smaller ones do not change TTFT measurably
-_MOST = 12  # largest number of partitions per stage, those with the least predicted TTFT
-_HOPELESS = 1.15  # partitions are not measured if their prediction exceeds the centre's by this factor
-_FINAL_SHARE = 0.85  # share of the time budget after which no new stage begins
+_FIRST_STRIDE, _LAST_STRIDE = 1 / 8, 1 / 64  # shares of the even chunk; smaller strides do not change TTFT measurably
+_MOST_PARTITIONS = 12  # largest number of partitions per stage, those with the least predicted TTFT
+_SLOWER_LIMIT = 1.15  # partitions are not measured if their prediction exceeds the centre's by this factor
+_SEARCH_SHARE = 0.85  # share of the time budget after which no new stage begins
 
 Chunks = tuple[int, ...]  # tokens per rank
 Measure = Callable[[Chunks], tuple[float, float]]  # returns the TTFT of one prefill, and seconds since the search began
@@ -90,7 +90,7 @@ class HardwareSearch:
         """Search to the finest stride or the time limit; then measure the plan's partition against the best one."""
         for stride in _strides(sum(self.seed) / len(self.seed)):
             candidates = _around(task.scenario, self.center, stride)
-            if not self._measured(task, measure, candidates, _FINAL_SHARE * task.budget_s):
+            if not self._measured(task, measure, candidates, _SEARCH_SHARE * task.budget_s):
                 self.ended = f"the time is up, at a stride of {stride} tokens"
                 break
             self.center = min(candidates, key=self.median_s)
@@ -111,18 +111,18 @@ class HardwareSearch:
 
 def _strides(even: float) -> Iterator[int]:
     """Yield strides: an eighth of the even chunk, then half of the previous one."""
-    stride = max(1, round(even * _FIRST))
+    stride = max(1, round(even * _FIRST_STRIDE))
     yield stride
-    while stride > max(1.0, even * _LAST):
+    while stride > max(1.0, even * _LAST_STRIDE):
         stride //= 2
         yield stride
 
 
 def _around(scenario: Scenario, center: Chunks, stride: int) -> list[Chunks]:
     """Return the centre, and the partitions around it that may be faster, in order of predicted TTFT."""
-    limit_s = _HOPELESS * Evaluator(scenario, KVR_S).one(center)
+    limit_s = _SLOWER_LIMIT * Evaluator(scenario, KVR_S).one(center)
     promising = [chunks for chunks, ttft_s in partitions_around(scenario, center, stride) if ttft_s <= limit_s]
-    return list(dict.fromkeys([center, *promising[:_MOST]]))
+    return list(dict.fromkeys([center, *promising[:_MOST_PARTITIONS]]))
 
 
 def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
@@ -182,7 +182,7 @@ class SearchedPartition:
 
     @property
     def gain(self) -> float:
-        """Reduction in TTFT from the plan's partition to the best one, as a share of the TTFT of the plan's."""
+        """Share of the TTFT of the plan's partition that the best partition saves."""
         return 1 - self.search.median_s(self.search.best) / self.search.median_s(self.search.seed)
 
     def _measured(self, chunks: Chunks) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from planner.confirm.result import Confirmation, MeasuredCandidate
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LANE = 0.5  # height per rank in a timeline, inches
-_GAP = 0.8  # distance between two timelines, inches
+_LANE_INCHES = 0.5  # height per rank in a timeline
+_GAP_INCHES = 0.8  # distance between two timelines
 
 
 def figure(confirmation: Confirmation) -> Figure:
@@ -34,11 +34,11 @@ def figure(confirmation: Confirmation) -> Figure:
         width=WIDTH,
         entries=gantt.legend_entries([span for each in pair for span in each.timeline.spans]),
     )
-    lanes = min(10.0, max(0.9, one.predicted.num_ranks * _LANE))
+    lanes = min(10.0, max(0.9, one.predicted.num_ranks * _LANE_INCHES))
     with styled():
-        figure, lower = headed(head, 2 * lanes + _GAP, left=0.07)
+        figure, lower = headed(head, 2 * lanes + _GAP_INCHES, left=0.07)
         left, bottom, width, height = lower.get_position().bounds
-        share = height * lanes / (2 * lanes + _GAP)
+        share = height * lanes / (2 * lanes + _GAP_INCHES)
         lower.set_position((left, bottom, width, share))
         upper = figure.add_axes((left, bottom + height - share, width, share))
         end_s = max(each.timeline.end_s for each in pair)

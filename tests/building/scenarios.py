@@ -69,7 +69,7 @@ def any_scenario(
 
 
 def as_measured(rng: Draws, scenario: Scenario) -> Scenario:
-    """The scenario with rates that only own measurements give: sdpa, the mask, copies in place, time of a step."""
+    """The scenario with rates that only `kvrsim calibrate` measures: sdpa, the mask, copies in place, time of a step."""
     profile, gpu = scenario.profile, scenario.cluster.gpu
     if profile is None:
         return replace(scenario, kernel="sdpa")
@@ -224,7 +224,7 @@ partitions = strategy_of(any_partition)
 
 @strategy_of
 def measured_scenarios(rng: Draws, **options: Any) -> Scenario:
-    """A random scenario; half have rates that only own measurements give."""
+    """A random scenario; half have rates that only `kvrsim calibrate` measures."""
     scenario = any_scenario(rng, **options)
     return as_measured(rng, scenario) if rng.random() < 0.5 else scenario
 

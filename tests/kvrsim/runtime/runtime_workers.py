@@ -270,5 +270,5 @@ class Evil:
 
 
 def sends_a_pickle(transport: Any, path: str) -> None:
-    """Send a pickle from the last rank that runs code when it is read."""
+    """Send, from the last rank, a pickle that runs code when it is read."""
     transport.exchange(Evil(path) if transport.rank == transport.size - 1 else {"rank": transport.rank})
