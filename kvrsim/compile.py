@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -70,9 +71,7 @@ def build_program(
     cost = cost or scenario.cost
     if strategy.pipeline is not None:
         return strategy.pipeline(scenario, strategy, chunks, cost)
-    starts = [np.full_like(chunks[0], scenario.request.cached_prefix)]
-    for chunk in chunks[:-1]:
-        starts.append(starts[-1] + chunk)
+    starts = list(accumulate(chunks[:-1], initial=np.full_like(chunks[0], scenario.request.cached_prefix)))
     ranks = range(len(chunks))
     steps = [
         Step(costs, tuple(chunks), tuple(starts), query_blocks=strategy.query_blocks)

@@ -22,7 +22,7 @@ def any_profile(
     host: bool | None = None,
     shapes: Sequence[Product] = (),
 ) -> CalibrationProfile:
-    """A profile with random rates; 20 % of operations have known errors. shapes: matrix products that may have measured times."""
+    """A profile with random rates; 20 % of operations have known errors. shapes: products with measured times."""
     host = rng.random() < 0.5 if host is None else host
     style: SendStyle = sends or rng.choice(["overlap", "rendezvous"])
     link = any_link(rng)

@@ -69,7 +69,7 @@ def any_scenario(
 
 
 def as_measured(rng: Draws, scenario: Scenario) -> Scenario:
-    """The scenario with rates that only `kvrsim calibrate` measures: sdpa, the mask, copies in place, time of a step."""
+    """The scenario with rates that only `kvrsim calibrate` measures: sdpa, mask, copies in place, time of a step."""
     profile, gpu = scenario.profile, scenario.cluster.gpu
     if profile is None:
         return replace(scenario, kernel="sdpa")

@@ -143,7 +143,7 @@ class RingAttention(OwnAttentionExchange):
         return merged.out.to(query.dtype)
 
     def visible(self, owner: int) -> tuple[int, int, bool]:
-        """Return the first query that sees `owner`'s block, the number of visible keys, and whether a causal mask applies."""
+        """Return the first query that sees `owner`'s block, the number of keys, and whether a causal mask applies."""
         return 0, self.plan.partition.chunk_lens[owner] if owner <= self.rank else 0, owner == self.rank
 
 
