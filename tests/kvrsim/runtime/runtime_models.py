@@ -27,16 +27,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama-mha": dict(**_GATED, model_type="llama", num_key_value_heads=4),
     "llama-gqa": dict(**_GATED, model_type="llama", num_key_value_heads=2),
     "llama-mqa": dict(**_GATED, model_type="llama", num_key_value_heads=1),
-    "qwen2": dict(**_GATED, model_type="qwen2", num_key_value_heads=2),
     "qwen3": dict(**_GATED, model_type="qwen3", num_key_value_heads=2, head_dim=24),
-    "mistral": dict(**_GATED, model_type="mistral", num_key_value_heads=2, sliding_window=None),
     "falcon-mqa": dict(**_FALCON, multi_query=True, parallel_attn=True, new_decoder_architecture=False),
     "falcon-grouped": dict(**_FALCON, new_decoder_architecture=True, num_kv_heads=2),
-    "falcon-mha": dict(**_FALCON, multi_query=False, parallel_attn=False, new_decoder_architecture=False),
     "falcon-alibi": dict(**_FALCON, multi_query=False, parallel_attn=False, new_decoder_architecture=False, alibi=True),
-    "falcon-mqa-alibi": dict(
-        **_FALCON, multi_query=True, parallel_attn=True, new_decoder_architecture=False, alibi=True
-    ),
 }
 
 
