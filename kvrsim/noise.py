@@ -139,17 +139,15 @@ class NoiseDraw:
 
     def compute_end_s(self, rank: int, index: int, start_s: Array, device_s: Array) -> Array:
         """Time at which a rank's index-th computation ends if it begins at `start_s`."""
-        device_s = device_s * self.compute_jitter((rank,), index)
-        if self.slots is None or (warp := self.slots.of_rank(rank)) is None:
-            return start_s + device_s
-        return warp.end_s(start_s, device_s)
+        return self._end_s((rank,), start_s, device_s * self.compute_jitter((rank,), index))
 
     def message_end_s(self, src: int, dst: int, index: int, start_s: Array, busy_s: Array) -> Array:
         """Time at which the index-th message from `src` to `dst` has left if it begins at `start_s`."""
-        busy_s = busy_s * self.message_jitter((src, dst), index)
-        if self.slots is None or (warp := self.slots.of_link(src, dst)) is None:
-            return start_s + busy_s
-        return warp.end_s(start_s, busy_s)
+        return self._end_s((src, dst), start_s, busy_s * self.message_jitter((src, dst), index))
+
+    def _end_s(self, place: tuple[int, ...], start_s: Array, seconds: Array) -> Array:
+        warp = None if self.slots is None else self.slots.warp(place)
+        return start_s + seconds if warp is None else warp.end_s(start_s, seconds)
 
 
 @dataclass(slots=True)
@@ -185,25 +183,20 @@ class _Slots:
         self.generators = [np.random.default_rng([*root, _TRAFFIC]) for root in roots]
         self.phase_s = np.array([rng.random() for rng in self.generators]) * traffic.dwell_s
         self.pairs: npt.NDArray[np.int64] = np.zeros((len(roots), 0), dtype=np.int64)  # pair per slot; -1: none
-        self.ranks: dict[int, Warp | None] = {}
-        self.links: dict[int, Warp | None] = {}
+        self.warps: dict[tuple[int, ...], Warp | None] = {}
 
-    def of_rank(self, rank: int) -> Warp | None:
-        """The computing speed of a rank over time; None if constant."""
-        if rank not in self.ranks:
-            pairs = [pair for pair in (rank - 1, rank) if 0 <= pair < self.num_pairs]
-            slowdown = self.traffic.slowdown
-            self.ranks[rank] = Warp(self, pairs, 1.0 / (1.0 + slowdown)) if slowdown else None
-        return self.ranks[rank]
-
-    def of_link(self, src: int, dst: int) -> Warp | None:
-        """The speed of the link between two ranks over time, equal in both directions; None if constant."""
-        if abs(src - dst) != 1 or not self.traffic.share:
-            return None
-        pair = min(src, dst)
-        if pair not in self.links:
-            self.links[pair] = Warp(self, [pair], 1.0 - self.traffic.share)
-        return self.links[pair]
+    def warp(self, place: tuple[int, ...]) -> Warp | None:
+        """The speed of a rank or of a link over time; None if constant. place: (rank,), or (src, dst) of a link."""
+        if place not in self.warps:
+            first, last = min(place), max(place)
+            if first == last:  # a rank, which is in the pairs to its left and to its right
+                pairs = [pair for pair in (first - 1, first) if 0 <= pair < self.num_pairs]
+                slow = 1.0 / (1.0 + self.traffic.slowdown)
+            else:
+                pairs = [first] if last == first + 1 else []
+                slow = 1.0 - self.traffic.share
+            self.warps[place] = Warp(self, pairs, slow) if pairs and slow < 1.0 else None
+        return self.warps[place]
 
     def draw_to(self, num_slots: int) -> None:
         """Draw at least this number of slots of every sample."""

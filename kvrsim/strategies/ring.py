@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -118,21 +119,18 @@ RING = Strategy(
     carries_prefix=True,
     merges_blocks=True,
 )
-STRIPED = Strategy(
+STRIPED = replace(
+    RING,
     name="striped",
     title="ring attention, every p-th token on a rank",
     source="Brandon et al., Striped Attention, 2023 (arXiv:2311.09431)",
-    partition_rule="even",
     layer=striped_layer,
-    carries_prefix=True,
-    merges_blocks=True,
+    passes_state=False,
 )
-ZIGZAG_RING = Strategy(
+ZIGZAG_RING = replace(
+    STRIPED,
     name="zigzag-ring",
     title="ring attention, an early and a late piece a rank",
     source="Zhu, ring-flash-attention, 2024 (github.com/zhuzilin/ring-flash-attention), zigzag_ring_flash_attn",
-    partition_rule="even",
     layer=zigzag_layer,
-    carries_prefix=True,
-    merges_blocks=True,
 )

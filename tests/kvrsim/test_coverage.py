@@ -13,7 +13,6 @@ import pytest
 import kvrsim
 from kvrsim.coverage import coverage_notes
 from kvrsim.errors import InputError
-from kvrsim.kernels.attention import LatentCost
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, Product, Tile, summed
 from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.model.load import config_path
@@ -41,16 +40,6 @@ def test_what_is_counted_is_said(model: str, missing: list[str]) -> None:
     assert len(notes) == len(missing)
     assert all(f"profile h100-flash has no rates of {one}" in note for one, note in zip(missing, notes, strict=True))
     assert model == "nemotron-h-56b" or not list(coverage_notes(spec, FLASH, 2))
-
-
-def test_a_decoded_token_absorbs_once() -> None:
-    """A decoded token never takes longer than absorbed attention to its context."""
-    scenario, _ = kvrsim.make_scenario(ctx="4k", gpus=8, model="deepseek-v3", cluster="h200-nvlink")
-    mixing = scenario.layer_costs()[0].mixer
-    assert isinstance(mixing, LatentCost)
-    keys = np.array([1.0, 64.0, 4096.0, 65536.0])
-    one = np.ones_like(keys)
-    assert (mixing.decode_s(keys) <= mixing.absorbed_s(one, keys - one) * (1 + 1e-12)).all()
 
 
 CHUNK = np.array([100.0, 2048.0])

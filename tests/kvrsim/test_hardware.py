@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvrsim.builder import make_scenario
 from kvrsim.choices import TOPOLOGIES
@@ -79,15 +77,6 @@ def test_builtin_cluster(name: str) -> None:
     assert cluster.num_gpus == (16 if cluster.topology == "nodes" else 8)
     assert load_cluster(name, 3) == replace(cluster, num_gpus=3)
     assert name in cluster.describe()
-
-
-@given(total=st.integers(1, 2**50), fraction=st.floats(0, 1, exclude_min=True))
-def test_a_memory_limit_is_a_share_of_the_memory(total: int, fraction: float) -> None:
-    limit = MemoryLimit(gpu_memory_bytes=total, memory_fraction=fraction)
-    assert limit.nbytes <= total
-    assert limit.nbytes == int(total * fraction)
-    assert limit.to_dict()["memory_limit_bytes"] == limit.nbytes
-    assert f"{fraction:g} of its" in limit.describe()
 
 
 @pytest.mark.parametrize("fraction", [0, -0.5, 1.01, math.nan, True, None])

