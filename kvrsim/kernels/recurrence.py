@@ -9,7 +9,7 @@ state after all tokens before the piece, which is known when their scan has ende
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import numpy as np
@@ -33,10 +33,6 @@ RECURRENCES = tuple(SCAN_CHUNK)
 # Kinds without rates use those of a similar kind.
 _ALIKE = {"gated_delta": "kda", "kda": "gated_delta", "mamba2": "gated_delta", "linear": "mamba2", "scan": "mamba2"}
 _CHUNK_S = 1.5e-6  # a chunk's step took 1.2 to 1.8 us on all measured GPUs
-_SIZES = (
-    *("kind", "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"),
-    *("conv_channels", "conv_kernel"),
-)
 _SCAN_FLOPS = 9  # FLOPs per token and element of a diagonal state: decay, input, product, sum (Mamba's scan)
 _TENSOR_CORE_SPEEDUP = 16  # rate of tensor cores over that of other units: 312 and 19.5 TFLOP/s on an A100
 _FP32_ELEMENTS = 2  # number of half-precision elements that have the bytes of one fp32 element
@@ -238,4 +234,4 @@ class RecurrentCost(MixerCost):
 
     @property
     def _sizes(self) -> dict[str, Any]:
-        return {name: getattr(self.mixer, name) for name in _SIZES}
+        return {one.name: getattr(self.mixer, one.name) for one in fields(RecurrenceCall) if one.name != "tokens"}
