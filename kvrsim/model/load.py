@@ -239,7 +239,7 @@ def _from_class(config: JsonObject, name: str) -> ModelSpec:
     if reader is None:
         accepted = "a structure of the catalogue; others need torch and transformers: pip install '.[hardware]'"
         raise InputError(place, model_type, f"{accepted} in a checkout of kvrsim")
-    if not reader.known_type(model_type):
+    if model_type not in reader.CONFIG_MAPPING:
         raise InputError(place, model_type, "a model_type of transformers or of the catalogue")
     layers = config.first_of("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     config.integer(layers, 1, maximum=MAX_LAYERS)
@@ -265,7 +265,7 @@ def read_text_part(config: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
     inherited = {name: config.fields[name] for name in _OUTER_KEYS if config.has(name)}
     inner_type = f"{config.fields.get('model_type')}_text"
     if not text.has("model_type") and (
-        model_type_data(inner_type) or ((reader := _reader()) and reader.known_type(inner_type))
+        model_type_data(inner_type) or ((reader := _reader()) and inner_type in reader.CONFIG_MAPPING)
     ):
         inherited["model_type"] = inner_type
     text, further = read_text_part(replace(text, fields={**text.fields, **inherited}))

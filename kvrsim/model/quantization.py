@@ -256,8 +256,8 @@ def _rules(method: str, data: JsonObject) -> list[_Rule]:
         if data.fields.get("layer_type_quant_config"):
             raise data.error("layer_type_quant_config", "nothing: formats by names of layers")
         for name, layer in _children(data, "layer_quant_config").items():
-            only = _modules(data, f"layer_quant_config.{name}", [name])
-            rules.append(_Rule(weights=_format(entry, layer), only=only, head=False))
+            named = _modules(data, f"layer_quant_config.{name}", [name])
+            rules.append(_Rule(weights=_format(entry, layer), only=named, head=False))
         data = data.child("global_quant_config")
     weights = _format(entry, data, optional=method == "modelopt")
     only = Modules.named(entry["only"]) if "only" in entry else None

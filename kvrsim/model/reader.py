@@ -71,7 +71,6 @@ _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "sliding_wi
 _QUERIES = re.compile(r"^(?:project_|W)?(?:q|query)(?:_proj|_lin)?$")
 _KEYS_VALUES = re.compile(r"^(?:project_|W)?(?:k|v|key|value)(?:_proj|_lin)?$")
 _GATES = re.compile(r"gate|^g_proj$")
-_OF_LATENT = re.compile(r"^(?:q_proj|q_a_proj|q_b_proj|kv_a_proj_with_mqa)$|gate|^g_proj$")
 _SERVES_ALL = re.compile(r"latent|routed_expert")  # projections to the width of routed experts and back
 _MIXERS = re.compile(
     r"Attention(?!.*Layer)|Attn|Mixer(?!.*Layer)|RecurrentBlock|LSTMLayer|MambaLayer|DeltaNet|ShortConv"
@@ -238,16 +237,6 @@ def _text_class(model_type: str, config: Any) -> Any:
         if hasattr(modules, name):
             return getattr(modules, name)
     raise RefusedError(f"transformers has no text model of {type(config).__name__}")
-
-
-def causal_types() -> list[str]:
-    """Model types for which transformers has a causal language model."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-def known_type(model_type: str) -> bool:
-    """Whether transformers has a configuration of this type."""
-    return model_type in CONFIG_MAPPING
 
 
 def read_class(keys: Mapping[str, Any], name: str) -> ModelSpec:
@@ -657,8 +646,7 @@ class _Reader:
             kv_heads = known[0] or known[1] or heads
             self.notes.append("layers that take K and V of an earlier layer project and cache none")
         if indexer is None:
-            flops = 2 * TOKENS * TOKENS * heads * (head_dim + value_dim)
-            _equal(f"FLOPs of {layer.name}", flops, self.trace.within(layer.mixer_place))
+            self._equal_products(layer, heads * (head_dim + value_dim))
             held = [getattr(cached, name, None) for name in ("keys", "values")]
             if (keys or fused) and all(isinstance(one, torch.Tensor) and one.numel() for one in held):
                 theirs = sum(one.shape[1] * one.shape[-1] for one in held if one is not None)
@@ -681,6 +669,10 @@ class _Reader:
             shared=not keys and not fused,
         )
 
+    def _equal_products(self, layer: _Layer, width: int) -> None:
+        """Raise RefusedError if attention of all heads to all keys has other FLOPs in the class."""
+        _equal(f"FLOPs of {layer.name}", 2 * TOKENS * TOKENS * width, self.trace.within(layer.mixer_place))
+
     def _window(self, cached: Any) -> tuple[int | None, int | None]:
         """Sliding window and chunk of the layer's cache."""
         window = getattr(cached, "sliding_window", None)
@@ -695,9 +687,10 @@ class _Reader:
         expand, last = f"{layer.name}.kv_b_proj", f"{layer.name}.o_proj"
         layer.inputs = [path for path in (*layer.inputs, layer.last) if path not in (expand, last)]
         leaves = [path.rpartition(".")[2] for path in layer.inputs]
-        for path, leaf in zip(layer.inputs, leaves, strict=True):
-            if not _OF_LATENT.search(leaf):
-                raise RefusedError(f"{path}: a projection of {type(layer.module).__name__}")
+        sizes = _numbers(LatentAttention, layer.module, self.config)
+        if indexer is None:
+            width = sizes["qk_nope_head_dim"] + sizes["qk_rope_head_dim"] + sizes["v_head_dim"]
+            self._equal_products(layer, sizes["num_attention_heads"] * width)
         return LatentAttention(
             projections=layer.projections(r"\.q_proj$|\.q_b_proj$|\.[^.]*gate[^.]*$|\.g_proj$"),
             expand=layer.gemm(expand, "columns"),
@@ -705,7 +698,7 @@ class _Reader:
             indexer=indexer,
             rotary=layer.mixer_place in self.trace.rotary,
             gate=any(map(_GATES.search, leaves)),
-            **_numbers(LatentAttention, layer.module, self.config),
+            **sizes,
         )
 
     def _indexer(self, layer: _Layer) -> Indexer | None:
