@@ -11,7 +11,7 @@ import json
 import random
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import MISSING, fields, replace
 from importlib import import_module
 from itertools import product
@@ -293,23 +293,27 @@ class Kind:
 
     def _prove(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str]) -> str:
         """Compare the variant with the class for other numbers; fix the numbers for which they disagree."""
-        apart = [key for key in numbers if _STRUCTURE.search(key) or key in _LAYERS]
-        free = self._follows(config, variant, numbers)
+        free = self._free(config, variant, numbers)
         order, values = variant["order"], vars(self.cls.from_dict(dict(config)))
-        if free is None and order["by"]:  # no rule gives the kinds of more layers: files must list them
+        if order["by"] and (free is None or ({*numbers} & {*_LAYERS}) - free):
+            # no rule gives the kinds of more layers: files must list them
             order["first"], order["cycle"] = [order["kinds"][key] for key in _rows(values, order["by"])], []
             config = {**config, **{key: values[key] for key in order["by"]}}
-            free = self._follows(config, variant, numbers)
-        if free is None:  # find which numbers that order the layers may change
-            alone = [key for key in apart if self._follows(config, variant, [key]) is not None]
-            fixed = [key for key in apart if key not in alone]
-            free = self._follows(config, variant, [key for key in numbers if key not in fixed])
+            free = self._free(config, variant, numbers)
         if free is None:
-            free = self._follows(config, variant, [key for key in numbers if key not in apart])
+            free = self._follows(config, variant, [key for key in numbers if key not in _apart(numbers)])
         if free is None:
             alone = [key for key in numbers if self._follows(config, variant, [key]) is not None]
             free = self._follows(config, variant, alone) or set()
         return self._fix(config, variant, numbers, free)
+
+    def _free(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str]) -> set[str] | None:
+        """The numbers that may change: all, or all except numbers of the structure that may not change alone."""
+        free = self._follows(config, variant, numbers)
+        if free is None:
+            fixed = [key for key in _apart(numbers) if self._follows(config, variant, [key]) is None]
+            free = self._follows(config, variant, [key for key in numbers if key not in fixed])
+        return free
 
     def _fix(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str], free: set[str]) -> str:
         passed_on = ("max_position_embeddings", "vocab_size")  # no width depends on these
@@ -371,6 +375,11 @@ def _numbers(
     for key, other, factor in product(usual, usual, (0.5, 2)):
         if key not in changed:
             yield {**usual, key: 2 * usual[key]} | {other: int(usual[other] * factor)}
+
+
+def _apart(numbers: Iterable[str]) -> list[str]:
+    """Numbers that determine the kinds of layers."""
+    return [key for key in numbers if _STRUCTURE.search(key) or key in _LAYERS]
 
 
 def _modeling(cls: Any) -> Any:
