@@ -299,8 +299,7 @@ class _Spans:
 
 def _parts(layer: Any, geometry: Geometry) -> Iterator[Part]:
     """Yield matrix products, norms, and the MLP as a whole; experts are not supported."""
-    output = geometry.output_projection_of(layer)
-    attention = geometry.attention_of(layer)
+    attention, output = geometry.mixer_of(layer)
     inside = {id(module) for module in attention.modules()}
     for name, module in layer.named_modules():
         where = "before" if id(module) in inside and module is not output else "after"

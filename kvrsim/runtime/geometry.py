@@ -143,6 +143,11 @@ class Geometry:
             **settings,
         )
 
+    def share(self, size: int) -> Geometry:
+        """Return the geometry of one of `size` ranks that share the KV heads."""
+        kept = (layout.share(size) if isinstance(layout, KvLayout) else layout for layout in self.layouts)
+        return replace(self, layouts=tuple(kept))
+
     @property
     def num_hidden_layers(self) -> int:
         """Number of decoder layers."""
@@ -175,17 +180,13 @@ class Geometry:
         """Return the decoder layers, first layer first."""
         return list(getattr(model.base_model, self.family.layers))
 
-    def attention_of(self, layer: Any) -> Any:
-        """Return the module of a decoder layer that mixes tokens; None if the layer has no mixer."""
-        return next((module for module, _ in self._mixers(layer)), None)
+    def mixer_of(self, layer: Any) -> tuple[Any, Any]:
+        """Return the module of a decoder layer that mixes tokens, and the module that projects its output.
 
-    def output_projection_of(self, layer: Any) -> Any:
-        """Return the module that projects the mixer's output, where attention ends; None if the layer has no mixer."""
-        return next((output for _, output in self._mixers(layer)), None)
-
-    def _mixers(self, layer: Any) -> list[tuple[Any, Any]]:
+        Both are None for a layer without a mixer.
+        """
         named = [(getattr(layer, mixer, None), output) for mixer, output in self.family.mixers]
-        return [(module, getattr(module, output)) for module, output in named if hasattr(module, output)]
+        return next(((one, getattr(one, output)) for one, output in named if hasattr(one, output)), (None, None))
 
 
 def _layout(mixer: Mixer | None, config: Any, attention: Attention) -> Layout:

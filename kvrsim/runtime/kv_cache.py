@@ -119,9 +119,11 @@ class StateBuffer:
 Buffer = KvBuffer | StateBuffer | None  # None: the layer has no cache
 
 
-def make_buffers(geometry: Geometry, chunk: Chunk, memory: Memory | None = None) -> list[Buffer]:
-    """Return the buffers of all layers."""
-    kinds: dict[Any, Any] = {KvLayout: KvBuffer, StateLayout: StateBuffer}
+def make_buffers(
+    geometry: Geometry, chunk: Chunk, memory: Memory | None = None, kv_buffer: type[KvBuffer] = KvBuffer
+) -> list[Buffer]:
+    """Return the buffers of all layers; kv_buffer: class of the buffers of K and V."""
+    kinds: dict[Any, Any] = {KvLayout: kv_buffer, StateLayout: StateBuffer}
     each = zip(geometry.layouts, memory or [None] * geometry.num_hidden_layers, strict=True)
     return [None if layout is None else kinds[type(layout)](geometry, layout, chunk, one) for layout, one in each]
 

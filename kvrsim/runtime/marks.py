@@ -170,7 +170,7 @@ def hooked(
                 stack.callback(module.register_forward_hook(lambda *_: clock.mark(after, layer)).remove)
 
         for index, layer in enumerate(geometry.layers(model), start=first_layer):
-            output = geometry.output_projection_of(layer)
+            _, output = geometry.mixer_of(layer)
             enclose(layer, "output" if output is None else "layer", "layer_end", index)
             for part in parts:
                 enclose(layer.get_submodule(part), f">{part}", f"<{part}", index)

@@ -23,14 +23,18 @@ from kvrsim.runtime.transport import Pending, Transport
 Result = TypeVar("Result")
 
 
-def agree(transport: Transport, facts: Mapping[str, str]) -> None:
-    """Compare facts of all ranks; if some differ from rank 0's, every rank raises RankError naming them."""
-    first, *others = transport.exchange(dict(facts))
+def agree(transport: Transport, forward: ModelForward, facts: Mapping[str, str]) -> None:
+    """Compare facts, versions, models and transports of all ranks.
+
+    If some differ from those of rank 0, every rank raises RankError naming them.
+    """
+    own = {**facts, **versions(), "model": forward.digest, "transport": transport.name}
+    first, *others = transport.exchange(own)
     differences = [
-        (rank, f"{fact} is {own}, but {first[fact]} on rank 0")
+        (rank, f"{fact} is {value}, but {first[fact]} on rank 0")
         for rank, theirs in enumerate(others, start=1)
         for fact in sorted(first)
-        if (own := theirs.get(fact, "nothing")) != first[fact]
+        if (value := theirs.get(fact, "nothing")) != first[fact]
     ]
     if differences:
         raise RankError([Fault(rank=rank, kind="mismatch", message=message) for rank, message in differences])
@@ -158,7 +162,7 @@ def forward_of(choice: ModelChoice, transport: Transport) -> ModelForward:
 def run_job(transport: Transport, job: Job) -> Report:
     """Measure every plan; every rank returns the same report."""
     forward = forward_of(job.model, transport)
-    agree(transport, job.facts() | versions() | {"model": forward.digest, "transport": transport.name})
+    agree(transport, forward, job.facts())
     return measure(transport, forward, job)
 
 

@@ -130,7 +130,7 @@ def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
     from kvrsim.runtime.measure import Stopwatch, agree, conditions_of, forward_of
 
     forward = forward_of(task.hardware.choice(task.scenario), transport)
-    agree(transport, task.facts() | versions() | {"model": forward.digest, "transport": transport.name})
+    agree(transport, forward, task.facts())
     whole = replace(_plan(task, task.seed), strategy="tsp")  # with tsp, every rank holds all tokens
     watch = Stopwatch(transport, forward, [whole], task.hardware.seed)
     known, warm = deque(task.known), set[Chunks]()

@@ -12,8 +12,8 @@ import torch
 from kvrsim.errors import InputError
 from kvrsim.runtime.attention import Merged, block_attention, lower_right
 from kvrsim.runtime.exchange import Exchange
-from kvrsim.runtime.geometry import Geometry, KvLayout, StateLayout
-from kvrsim.runtime.kv_cache import Chunk, KvBuffer, Memory, PrefixCache
+from kvrsim.runtime.geometry import Geometry, StateLayout
+from kvrsim.runtime.kv_cache import Chunk, KvBuffer, Memory, PrefixCache, make_buffers
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.transport import Edge
 from kvrsim.scenario import Partition
@@ -204,13 +204,7 @@ class Ulysses(OwnAttentionExchange):
     def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
         """Return a cache of all tokens for the rank's heads."""
         whole = Chunk(start=0, length=self.plan.context_len, batch=self.plan.batch)
-        size = self.transport.size
-        each = memory or [None] * self.geometry.num_hidden_layers
-        buffers = [
-            _HeadsBuffer(self.geometry, layout.share(size), whole, one) if isinstance(layout, KvLayout) else None
-            for layout, one in zip(self.geometry.layouts, each, strict=True)
-        ]
-        return PrefixCache(buffers, self)
+        return PrefixCache(make_buffers(self.geometry.share(self.transport.size), whole, memory, _HeadsBuffer), self)
 
     def attend(self, query: Any, scale: float | None) -> Any:
         """Exchange the chunk's tokens of all heads for all tokens of the rank's heads; attend; exchange back."""

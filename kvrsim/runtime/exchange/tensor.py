@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,8 +57,7 @@ class ShardForward(ModelForward):
         self.share, self.kv_heads = share, whole.model.config.num_key_value_heads
         model = light_copy(whole.model)
         self._cut(model)
-        layouts = (layout.share(share.size) for layout in whole.geometry.layouts if isinstance(layout, KvLayout))
-        super().__init__(model, replace(whole.geometry, layouts=tuple(layouts)))
+        super().__init__(model, whole.geometry.share(share.size))
 
     def _cut(self, model: Any) -> None:
         """Cut every module and bare weight in the plan down to the rank's share."""

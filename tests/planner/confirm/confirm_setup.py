@@ -36,18 +36,12 @@ def made_up_profile(dtypes: tuple[str, ...] = ("fp32",)) -> CalibrationProfile:
     fit = OperationFit(
         source="made up", num_rows=3, mape=0.1, cross_validated_mape=0.1, log_sd=0.1, seen={}, gather="ring"
     )
-    kernels = base.kernels
-    eager = scale(kernels.attention["eager"], 1000.0)
+    kernels = scale(base.kernels, 1000.0)
     return replace(
         base,
         name="made-up",
         gpu=device_name("cpu"),  # the name of this machine
-        kernels=replace(
-            kernels,
-            gemm=scale(kernels.gemm, 1000.0),
-            attention={"eager": eager},
-            elementwise=scale(kernels.elementwise, 1000.0),
-        ),
+        kernels=replace(kernels, attention={"eager": kernels.attention["eager"]}),
         host=HostRates(layer_s=0.0, gather_piece_s=0.0),
         links=replace(base.links, link=link.name, bandwidth_bytes_per_s=1e9, latency_s=1e-4, sends="overlap"),
         valid=replace(base.valid, dtypes=dtypes),
