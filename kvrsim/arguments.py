@@ -1,8 +1,8 @@
 """Arguments of the Python API and options of the command line, each declared once.
 
 A field of a group such as ScenarioArgs has the default and the check of an argument. The docstring of the group says
-how its value looks, what it means, and which section of the help lists it. From a group follow the parameters and the
-reference of the Python functions (`takes`) and the options of the commands (kvrsim/cli/options.py).
+how its value looks, what it means, and which section of the help lists it. `takes` makes parameters of Python
+functions and their reference from a group; kvrsim/cli/options.py makes the options of commands.
 
 A check turns what a user gives into a plain value in SI units, or raises an InputError with the parameter's name.
 Numbers may be text with a unit, as on the command line, or of NumPy; a path may be any path-like object.
@@ -250,7 +250,7 @@ def option(metavar: str, help: str, section: str = "Output", check: Check = text
 
 
 def entry(check: Check = text, default: Any = None, *, spelling: tuple[str, ...] = ()) -> Any:
-    """Declare a field of Arguments whose metavar, help and section are an entry of the class's docstring."""
+    """Declare a field of Arguments; the docstring of the class has its metavar, its help and its section."""
     return Option(check=check, default=default, spelling=spelling)
 
 
@@ -260,7 +260,7 @@ def switch(help: str, section: str = "Output") -> Any:
 
 
 def argument(metavar: str, help: str, check: Check = text, default: Any = REQUIRED) -> Any:
-    """Declare an argument of a command that is given without its name; its metavar ends with ... if it is a list."""
+    """Declare an argument that a command takes by position; a metavar that ends with ... is a list."""
     return Option(metavar=metavar, help=help, section="Arguments", check=check, default=default, positional=True)
 
 
@@ -443,7 +443,7 @@ class ScenarioArgs(Arguments):
 
 
 class DeploymentArgs(ScenarioArgs):
-    """A scenario whose model and cluster must be given; the paper's are no default.
+    """A scenario with a model and a cluster that the user must name.
 
     Question
     --------
@@ -509,7 +509,7 @@ class PredictorArgs(DeploymentArgs):
 
 
 class PrefillArgs(ScenarioArgs):
-    """Values for measured prefills whose rows lack a column.
+    """Values for the columns that a file of measured prefills lacks.
 
     Question
     --------

@@ -188,7 +188,7 @@ def _engine_of(engine: str | Engine | None, profile: CalibrationProfile | None) 
 
 
 def _dtype_of(model: ModelSpec, cluster: Cluster, profile: CalibrationProfile | None) -> str:
-    """Element type: the checkpoint's, else fp16, else the first; only types that the profile (or the GPU) has."""
+    """The default element type: the first of the checkpoint's, fp16 and others that the profile or the GPU has."""
     dtypes = tuple(cluster.gpu.peak_flops) if profile is None else profile.valid.dtypes
     return next((one for one in (model.dtype, DEFAULT_DTYPE) if one in dtypes), dtypes[0])
 

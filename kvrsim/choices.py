@@ -11,7 +11,9 @@ Attention = Literal["eager", "sdpa", "flash"]  # kernels that the runtime measur
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 
 DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp8": 1, "fp32": 4}  # bytes of one element
-DTYPES = tuple(DTYPE_BYTES)  # element types; fp8: matrix products of layers are in FP8, all else is in half precision
+DTYPES = tuple(
+    DTYPE_BYTES
+)  # element types; fp8: matrix products of layers are in FP8, other operations in half precision
 
 PrefixPlace = Literal["all", "sharded", "host", "remote"]  # where the K and V of a cached prefix are stored
 PREFIX_PLACEMENTS: tuple[PrefixPlace, ...] = get_args(PrefixPlace)

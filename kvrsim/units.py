@@ -184,7 +184,7 @@ def scale(value: T, factor: float, *, only_rates: bool = False) -> T:
 
 
 def map_fields(value: T, change: Callable[[str, Any], Any]) -> T:
-    """Replace fields of a dataclass by `change(unit, value)`; the unit is in the field's metadata, or is its name.
+    """Replace fields of a dataclass by `change(unit, value)`; the unit is in the field's metadata, or the field's name.
 
     Where `change` returns the same object, dataclasses inside it are changed, also in tuples and mappings. Fields that
     are None stay None. An object without any change stays the same object.
@@ -261,6 +261,6 @@ def _lengths_of(part: str, text: str, argument: str) -> list[int]:
 
 
 def counts_up_to(num_gpus: int) -> tuple[int, ...]:
-    """Default numbers of GPUs to compare: 2, 4, 8, ... up to the number, and the number itself."""
+    """Default numbers of GPUs to compare: 2, 4, 8, ... below num_gpus, and num_gpus."""
     powers = (2**power for power in range(1, num_gpus.bit_length()))
     return tuple(dict.fromkeys((*(one for one in powers if one <= num_gpus), num_gpus)))

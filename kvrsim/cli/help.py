@@ -30,7 +30,7 @@ class Place(click.Argument):
 
 
 class Command(click.Command):
-    """A command whose docstring may end with a paragraph `Example: kvrsim ...`."""
+    """A command. A last paragraph `Example: kvrsim ...` of its docstring is printed at the end of its help."""
 
     def __init__(self, *args: Any, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
@@ -49,7 +49,7 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A group of commands, such as `kvrsim models`. Without a command, it runs its command `list` if it has one."""
+    """Commands with a common first word, such as `kvrsim models`. `kvrsim models` alone means `kvrsim models list`."""
 
     command_class = Command
 
@@ -79,9 +79,9 @@ def write_options(command: click.Command, ctx: click.Context, formatter: click.H
 def sections_of(
     command: click.Command, ctx: click.Context, *, every: bool = True
 ) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Parameters with their help: arguments, then options; many options are listed by section.
+    """List parameters with their help, by section: arguments, then options.
 
-    every: all options; else the most important ones.
+    every: list all options of a long command; by default the most important ones.
     """
     params = command.get_params(ctx)
     options = [param for param in params if isinstance(param, click.Option)]

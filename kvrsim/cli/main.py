@@ -1,6 +1,6 @@
 """The console entry `run()`. Each failure ends in one line on standard error and an exit code.
 
-A command is imported on first use, so that it does not wait for the import of others.
+The module of a command is imported when the command runs; the other commands cost no time.
 """
 
 from __future__ import annotations
@@ -118,18 +118,18 @@ def app(context: click.Context, version: bool) -> None:
 
 def run() -> None:
     """Run the command line and leave with its exit code."""
-    gc.set_threshold(100_000)  # the default of 700 visits the objects of all imported modules several times
+    gc.set_threshold(100_000)  # at Python's default, 700, it visits the objects of imported modules many times
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # escapes characters that the terminal's encoding lacks
     code = main(sys.argv[1:])
-    gc.freeze()  # else the exit visits every object of torch, which takes a second
+    gc.freeze()  # without it, Python visits every object of torch at exit, which takes a second
     sys.exit(code)
 
 
 def _open_closed_streams() -> None:
-    """Open closed standard streams (`>&-`) on /dev/null; else the next opened files would get their numbers."""
+    """Open standard streams that the shell has closed (`>&-`) on /dev/null; other files must not get their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             mode = "r" if number == 0 else "w"
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str]) -> int:
         return _fail(f"error: {error_line(error, command_of(arguments, app))}", error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         return _fail(_interrupted(), EXIT_INTERRUPTED)
-    except (BrokenPipeError, SystemExit) as error:  # Click turns a broken pipe into an exit
+    except (BrokenPipeError, SystemExit) as error:  # Click raises SystemExit for a broken pipe
         if isinstance(error, SystemExit) and error.code in (0, *EXIT_SIGNALS):
             return int(error.code or 0)  # after shell completion, or after a signal while ranks ran
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit needs an open file

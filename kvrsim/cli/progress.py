@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 _CLEAR = "\r\x1b[K"  # go to the beginning of the line and erase it
-PATIENCE_S = 0.5  # shorter work prints nothing on a terminal
+PATIENCE_S = 0.5  # seconds; shorter work prints nothing on a terminal
 FIRST_LINE_S = 10.0  # seconds until the first line without a terminal; the time doubles with each line
 
 
@@ -22,7 +22,7 @@ class Progress:
     """
 
     def __init__(self, text: str = "", *, is_timed: bool = False) -> None:
-        """Show a text at once; without a text, wait for PATIENCE_S.
+        """text: shown at once; without a text, the first line waits for PATIENCE_S.
 
         is_timed: start no thread, because a thread would disturb a measurement.
         """

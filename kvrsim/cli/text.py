@@ -229,7 +229,7 @@ def stages_text(pieces: Sequence[int], layers: Sequence[int]) -> str:
 
 
 def round_up_percent(share: float) -> str:
-    """A share in percent, rounded up to two decimals because it is part of a proof."""
+    """Format a share in percent, rounded up to two decimals; a proven bound must not be rounded down."""
     return f"{math.ceil(max(0.0, share) * 1e4 - 1e-9) / 100:.2f}"
 
 
@@ -244,7 +244,7 @@ def header(question: Question, cluster: Cluster, what: str | None = None) -> tup
 
 
 def headline(text: str) -> Text:
-    """Mark up the answer so that it is emphasised."""
+    """Make the answer bold."""
     return Text(text, style="bold")
 
 

@@ -177,7 +177,7 @@ class StrategyPrediction(Prediction):
     strategy: str
     partition: tuple[int, ...]  # new tokens per rank, or per piece of a pipeline
     layers: tuple[int, ...] | None = None  # layers per stage of a pipeline; None: it is no pipeline
-    prefix_access: PrefixAccess | None = None  # access of ranks to a cached prefix; None: every rank has what it needs
+    prefix_access: PrefixAccess | None = None  # access of ranks to a cached prefix; None: every rank holds it
     query_blocks: tuple[int, ...] | None = None  # attention calls per rank, in the layer with the most; None: one
     mean_ttft_s: float | None = None  # mean TTFT of closed-loop users; None if not requested
 
@@ -313,7 +313,7 @@ class Bounds:
     ttft_star_s: float  # the paper's closed form: TTFT(1) / 2 x (1/p + 1/p^2)
     ttft_no_comm_s: float  # the paper's TTFT(p): KVR-S, searched again with free links
     lower_bound_s: float | None  # proven bound, seconds: no KVR partition over these GPUs is faster; None: no proof
-    gap: float | None  # KVR-S's TTFT / lower_bound_s - 1; None: KVR-S is not compared, or nothing is proven
+    gap: float | None  # KVR-S's TTFT / lower_bound_s - 1; None: KVR-S is not compared, or there is no bound
     of: str = "kvr"  # the strategy whose TTFT `lower_bound_s` bounds
     best: ChainBound | None = None  # the bound of the plan's best strategy; None: none is known
 
@@ -323,7 +323,7 @@ class SearchReport:
     """Effort of a search, or of all searches of a plan together."""
 
     method: str  # search method of KVR-S: "auto", "analytical" or "grid"
-    evaluations: int  # partitions whose TTFT was simulated
+    evaluations: int  # number of simulated partitions
     seconds: float
     limit: int | None = None  # number of partitions at which a search on a bus ended early; None: none did
     unsearched: tuple[str, ...] = ()  # strategies that could be the best but exceed the budget; likeliest first
@@ -390,7 +390,7 @@ class Plan(Answer, OnFirstUse):
 
     @property
     def ties(self) -> tuple[str, ...]:
-        """Exact, feasible strategies whose difference from the best is within its prediction interval."""
+        """Exact strategies that fit; the prediction interval of their difference from the best contains 0."""
         return tuple(one.strategy for one in self.strategies if one.is_tied)
 
     @property
@@ -440,7 +440,7 @@ class Plan(Answer, OnFirstUse):
 
     @property
     def misfit(self) -> str:
-        """Describe in one line how much memory is missing where nothing fits; else empty."""
+        """Describe in one line how much memory is missing if nothing fits; empty if a strategy fits."""
         if (short := self.shortfall) is None:
             return ""
         gpus = f"{self.num_gpus} GPU{'s' * (self.num_gpus != 1)}"

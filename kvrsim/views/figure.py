@@ -34,7 +34,7 @@ _RC: dict[Any, Any] = {"svg.hashsalt": "kvrsim"}
 def check_suffix(path: str | Path, argument: str = "plot", *, page: bool = False) -> str:
     """Return the path's suffix in lower case. Raises InputError naming `argument` if it is not one of SUFFIXES.
 
-    page: PAGE is accepted, too.
+    page: accept PAGE, too.
     """
     suffix, accepted = Path(path).suffix.lower(), (*SUFFIXES, PAGE) if page else SUFFIXES
     if suffix not in accepted:

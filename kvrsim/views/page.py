@@ -2,7 +2,7 @@
 
 A page is made in three steps:
 
-1. The module whose result the page shows makes a `Page`: text for people, sections of markup (`tag`, `table` of
+1. The module of the result makes a `Page`: text for people, sections of markup (`tag`, `table` of
    kvrsim/views/page.py), `data` of plain JSON values, and the names of the scripts that draw them. A script is a file
    of kvrsim/views/assets.
 2. `write_page` writes it, atomically. Styles and scripts are inside. The policy in its head names their hashes and
@@ -50,8 +50,8 @@ _STYLES = {
 }  # style sheets of scripts
 _COMPLETE = "This file is complete in itself and loads nothing."
 _LIVE = "Answers come from the kvrsim serve of this machine."
-_LONG = 28  # number of letters; a longer fact is two columns wide
-_SHORT = 3  # number of facts that are always visible; the rest is folded
+_LONG = 28  # number of letters above which a fact is two columns wide
+_SHORT = 3  # number of facts that are always visible; a click shows the others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +173,7 @@ _EMPTY = ("br", "hr", "input", "meta")
 
 
 class Html(str):
-    """Markup. A plain string, in contrast, is escaped when it is put into markup."""
+    """Markup, which is inserted unchanged. Plain strings are escaped."""
 
     __slots__ = ()
 

@@ -25,7 +25,7 @@ _LETTER = 0.0115  # width of a letter as a share of the axes' width
 
 
 def figure(plan: Plan) -> Figure:
-    """Timeline of the best strategy if recorded; else the TTFTs of all strategies."""
+    """Draw the timeline of the best strategy if it was recorded, or the TTFTs of all strategies."""
     line = html.question_line(plan)
     if plan.ties:
         line = f"ties with {', '.join(plan.ties)} · {line}"

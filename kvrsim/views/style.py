@@ -64,7 +64,8 @@ def strategy_colour(name: str) -> Colour:
     """The colour of a strategy, the same in every figure and page.
 
     cp4 has the colour of zigzag, tp4 of tp, pp4 of pp. A hybrid mixes the colour of the strategy between its groups
-    with that of tp or pp, whose share grows with the groups. A user's strategy mixes two colours chosen by its name.
+    with that of tp or pp; the larger the groups, the larger the share of tp or pp. A user's strategy mixes two colours
+    chosen by its name.
     """
     if name in STRATEGY_COLOURS:
         return STRATEGY_COLOURS[name]
@@ -139,7 +140,7 @@ def variable_of(kind: str, op: str) -> str:
 def rules(strategies: Iterable[str]) -> str:
     """CSS rules with the variables for a light and a dark background.
 
-    strategies: names beyond those that kvrsim has itself, such as hybrids.
+    strategies: further strategies, such as hybrids.
     """
     return f":root{{{_values('light', strategies)}}}\n:root[data-theme=dark]{{{_values('dark', strategies)}}}\n"
 

@@ -34,10 +34,10 @@ class Text(str):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """A cell that is sorted by something other than its text."""
+    """A cell with a value to sort by."""
 
     shown: str
-    value: float | str | None = None  # value to sort by; None: after all others
+    value: float | str | None = None  # value to sort by; None: the cell is sorted last
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +86,7 @@ def columns(*titles: str) -> Table:
 
 
 def narrowing(table: Table, *optional: str) -> Table:
-    """Set the ranks of columns: a narrow terminal hides those whose titles begin with these texts, in this order."""
+    """Choose the columns that a narrow terminal hides, in this order, by the beginnings of their titles."""
     ranks = {title: 1 + len(optional) - place for place, title in enumerate(optional)}
 
     def ranked(column: Column) -> Column:
@@ -115,7 +115,7 @@ def format_interval(low_s: float, high_s: float) -> str:
 
 
 def format_partition(chunks: Sequence[int], room: int = 14) -> str:
-    """All chunks if there is room, "8 × 2048" if they are equal, else the first and the last."""
+    """Format the chunks: "8 × 2048" if they are equal, all of them if there is room, or the first and the last."""
     if len(chunks) > 1 and len(set(chunks)) == 1:
         return f"{len(chunks)} × {chunks[0]}"
     full = ", ".join(map(str, chunks))
@@ -133,12 +133,12 @@ def fits_text(fits: bool) -> Text:
 
 
 def seconds_cell(seconds: float | None) -> Cell:
-    """Seconds, sorted by their number."""
+    """Make a cell of seconds; the column is sorted by the number of seconds."""
     return Cell(shown="" if seconds is None else format_wait(seconds), value=seconds)
 
 
 def bytes_cell(size: float) -> Cell:
-    """Bytes, sorted by their number."""
+    """Make a cell of bytes; the column is sorted by the number of bytes."""
     return Cell(shown=format_bytes(size), value=size)
 
 
@@ -242,7 +242,7 @@ def ranks_table(result: SimResult) -> Table:
 
 
 def sentences(plan: Plan, emit: str | None = None) -> Iterator[str]:
-    """Sentences: what to run, which TTFT the plan promises, and why. `emit` is an engine whose launch is requested."""
+    """Sentences: what to run, which TTFT the plan promises, and why. `emit` is the engine of --emit."""
     best, promise = plan.first, plan.promise
     if promise is None:
         yield f"{plan.misfit[0].upper()}{plan.misfit[1:]}."

@@ -30,11 +30,6 @@ def test_only_the_papers_models_on_its_gpu_have_its_kernels(model: str, cluster:
     assert bool(with_code(notes, "default cluster")) == (cluster is None and not paper)
 
 
-def test_a_named_profile_is_taken_without_a_note() -> None:
-    one, notes = scenario("llama-3.1-8b", "a100-nvlink", profile="a100-eager")
-    assert (one.profile_name, with_code(notes, "default profile", "paper")) == ("a100-eager", [])
-
-
 @pytest.mark.parametrize(
     ("cluster", "profile", "scaled"),
     [
@@ -88,11 +83,6 @@ def test_hugging_face_ids_have_the_catalogues_shapes(given: str, shape: str, pos
 def test_unknown_ids_are_refused(given: str) -> None:
     with pytest.raises(kvrsim.InputError, match="model: got"):
         load_model(given)
-
-
-def test_the_suggestion_has_the_models_family(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", "llama-3.1-80b", "--ctx", "1k"]) == 2
-    assert "llama-3.1-" in capsys.readouterr().err.partition("such as")[2]
 
 
 @pytest.mark.parametrize(

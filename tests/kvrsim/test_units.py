@@ -101,14 +101,6 @@ def test_count() -> None:
     check_refused(parse_count, "8k")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "text"),
-    [(16384, "16k"), (1048576, "1M"), (16000, "16000"), (10752, "10.5k"), (1, "1"), (512, "512"), (0, "0")],
-)
-def test_format_tokens(tokens: int, text: str) -> None:
-    assert format_tokens(tokens) == text
-
-
 @given(st.one_of(st.integers(1, MAX_TOKENS), st.integers(1, 2**20).map(lambda n: 512 * n)))
 def test_tokens_round_trip(tokens: int) -> None:
     assert parse_tokens(format_tokens(tokens), "--ctx") == tokens

@@ -395,7 +395,7 @@ def _fit(sources: Mapping[str, Sequence[str]], wanted: FitArgs, measurements: st
 def write_fit(
     rows: list[Measurement], wanted: FitArgs, argument: str, origins: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Fit and write a profile, and print its errors; with --json, print nothing, because the caller prints."""
+    """Fit and write a profile, and return its errors as JSON values; without --json, also print them."""
     from calibrate.data import gpu_of, link_of
     from calibrate.fit.profile import FitChoices, Label, fit_profile
 

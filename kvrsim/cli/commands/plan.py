@@ -199,7 +199,7 @@ def _bound_text(gap: float, lower_s: float, of: str) -> str:
 
 
 def _kvr(plan: Plan) -> Iterator[lines.Row]:
-    """Bounds of KVR-S if it is compared and fits, and of the best strategy if it is another chain."""
+    """Rows of the bounds of KVR-S, if it is compared and fits, and of a best strategy such as tp2+kvr-s."""
     bounds, kvr = plan.bounds, next((one for one in plan.strategies if one.strategy == "kvr-s"), None)
     if bounds.best is not None and bounds.best.strategy != "kvr-s" and plan.feasible:
         yield "bound:", _bound_text(bounds.best.gap, bounds.best.lower_bound_s, "of its partitions")

@@ -82,26 +82,6 @@ def test_trace_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert sorted(os.listdir(tmp_path)) == ["gantt.svg", "trace.json"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("profiles", "a100-eager"),
-        ("models", "mixtral-8x7b"),
-        ("clusters", "a100-nvlink"),
-        ("engines", "hf-2023"),
-        ("engines", "serving"),
-    ],
-)
-def test_what_ships_is_listed_and_shown(kind: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    listed = answer(capsys, kind, "list")
-    assert name in [row["name"] for row in listed[kind]]
-    assert answer(capsys, kind, "show", name)["name"] == name
-    for arguments in (["list"], ["show", name]):
-        out = screen(capsys, kind, *arguments)
-        assert name in out
-        assert max(map(len, out.splitlines())) <= 80
-
-
 def test_validate_elsewhere_than_in_a_checkout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,11 +121,6 @@ def run_for_real(*arguments: str, **environment: str) -> subprocess.CompletedPro
     return subprocess.run(
         command, env=os.environ | {"PYTHONPATH": str(ROOT)} | environment, capture_output=True, text=True, check=False
     )
-
-
-def test_console_entry() -> None:
-    done = run_for_real("plan", "--ctx", "0")
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
 def test_a_terminal_of_plain_ascii_gets_its_table() -> None:

@@ -126,6 +126,7 @@ MEANT = {
     "plan --ctx 8k --model llama3-8b": "llama-3-8b",
     "simulate --ctx 8k --strategy kvrs": "kvr-s",
     "plan --ctx 8k --emit trt-llm": "trtllm",
+    "plan llama-3.1-80b --ctx 1k": "llama-3.1-8b",
     "plan --frobnicate": None,
     "plan --ctx 8k --model gpt-99": None,
     "plan --ctx 8k --cached-prefix 8k": None,  # a number has no similar name

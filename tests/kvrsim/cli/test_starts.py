@@ -60,19 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small table and a small predictor."""
     path = tmp_path_factory.mktemp("starts")
     table = ("table", "build", *SETTING, "--profile", "roofline", "--jobs", "1", "-o", str(path / "table.json"))
-    ttft = (
-        "predictor",
-        "build",
-        "llama-7b",
-        "a100-nvlink",
-        *SETTING,
-        "--strategy",
-        "tp",
-        "--jobs",
-        "1",
-        "-o",
-        str(path / "ttft.json"),
-    )
+    build = ["predictor", "build", "llama-7b", "a100-nvlink", "--strategy", "tp", "--jobs", "1", "-o"]
+    ttft = (*build, str(path / "ttft.json"), *SETTING)
     assert [cli.main([*table]), cli.main([*ttft])] == [0, 0]
     return path
 

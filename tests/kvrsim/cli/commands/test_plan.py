@@ -140,14 +140,6 @@ def test_a_tie_goes_to_what_engines_have_with_the_fewest_stages() -> None:
     assert plan.best.engines
 
 
-def test_a_little_more_memory_is_a_remedy() -> None:
-    plan = kvrsim.plan(ctx="8k", gpus=1, memory_fraction=0.2, strategies=["single"])
-    assert plan.shortfall is not None
-    more = plan.shortfall.would_fit[-1]
-    assert kvrsim.plan(ctx="8k", gpus=1, memory_fraction=more.memory_fraction, strategies=["single"]).feasible
-    assert kvrsim.plan(ctx="8k", gpus=1, strategies=["single"]).shortfall is None
-
-
 @pytest.mark.parametrize("strategies", [None, ["all"], ["tsp", "kvr-e", "kvr-s"]])
 def test_ties_are_the_best_ones_neighbours(strategies: list[str] | None) -> None:
     """Strategies tie with the best one if the error of speed-ups in profile a100-eager can explain the difference."""
@@ -238,26 +230,12 @@ def test_the_first_screen_says_what_to_run_what_to_promise_and_why(capsys: pytes
     assert "bound" not in " ".join(line for line in explained.splitlines() if "kvr-s" in line)
 
 
-def test_long_lists_of_pieces_are_short_on_the_screen_and_whole_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = (*LONG[:-1], "pp-s")
-    pieces = answer(capsys, *arguments)["best"]["partition"]
-    assert sum(pieces) == 65536
-    assert len(pieces) > 8
-    assert f"{len(pieces)} pieces, {pieces[0]} falling to {pieces[-1]} tokens" in screen(capsys, *arguments)
-    assert str(pieces[1]) in screen(capsys, *arguments, "--explain")
-
-
 def test_a_target_that_load_misses_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("plan", "--gpus", "2", "--ctx", "2k", "--strategies", "tp,tsp", "--slo", "10s")
     idle = answer(capsys, *arguments)["promise"]
     assert (idle["meets"], idle["rate_per_s"]) == (True, None)
     busy = answer(capsys, *arguments, "--rate", 2 * idle["most_rate_per_s"], code=1)["promise"]
     assert busy["meets"] is False
-
-
-def test_the_papers_question_says_so_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert screen(capsys, "plan", "--gpus", "2", "--ctx", "2k").startswith("The question of the KV-Runahead paper")
-    assert screen(capsys, "plan", "llama-3.1-8b", "2xa100", "--ctx", "2k").startswith("Run ")
 
 
 def test_emit_launches_what_the_engine_has_and_says_what_it_passed_over(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
 from tests.building.commands import answer, refusal, screen
 
-BUILD = [
-    "predictor",
-    "build",
-    "llama-7b",
-    "a100-nvlink",
-    "--gpus",
-    "2",
-    "--ctx",
-    "1k",
-    "--batch",
-    "2",
-    "--jobs",
-    "1",
-    "--strategy",
-    "tp",
-]
+BUILD = shlex.split("predictor build llama-7b a100-nvlink --gpus 2 --ctx 1k --batch 2 --jobs 1 --strategy tp")
 
 
 @pytest.fixture
