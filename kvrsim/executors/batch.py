@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from kvrsim.executors.steady import periods_of, steady_advance
+from kvrsim.executors.steady import CYCLES, periods_of, steady_advance
 from kvrsim.hardware import Cluster, Path
 from kvrsim.program import (
     AllGather,
@@ -211,21 +211,22 @@ class BatchEvaluator:
 
     def _repeat_until_steady(self, steps: Block, times: int, group: range) -> None:
         """Run the period `times` times for a group of ranks; once all ranks advance alike, add the rest in one step."""
-        ranks, states_s = self.ranks[group.start : group.stop], []
+        ranks, states_s = self.ranks[group.start : group.stop], list[Array]()
         for left in reversed(range(times)):
             hosts_s, links_s = [rank.host_s for rank in ranks], dict(self.links_s)
             self._run(steps, group)
             used = [edge for edge, free_s in self.links_s.items() if free_s is not links_s.get(edge)]
             states_s.append(np.stack([*(rank.clock for rank in ranks), *(self.links_s[edge] for edge in used)]))
             issued_s = [rank.host_s - before_s for rank, before_s in zip(ranks, hosts_s, strict=True)]
-            advance_s = steady_advance(states_s, max(issued_s))
-            if advance_s is not None:
-                for rank, host_s in zip(ranks, issued_s, strict=True):
-                    rank.clock += left * advance_s
-                    rank.host_s += left * host_s
-                for edge in used:
-                    self.links_s[edge] = self.links_s[edge] + left * advance_s
-                return
+            for cycle in filter(lambda cycle: left % cycle == 0, CYCLES):
+                advance_s = steady_advance(states_s[-1 - 2 * cycle :: cycle], cycle * max(issued_s))
+                if advance_s is not None:
+                    for rank, host_s in zip(ranks, issued_s, strict=True):
+                        rank.clock += left // cycle * advance_s
+                        rank.host_s += left * host_s
+                    for edge in used:
+                        self.links_s[edge] = self.links_s[edge] + left // cycle * advance_s
+                    return
 
     def _run(self, steps: Block, group: range) -> None:
         """Run ranks to the end of their steps; a collective runs once all of its ranks have reached it."""

@@ -2,7 +2,8 @@
 
 A layer's times are maxima of sums of earlier times. So if all times of a state are later by some seconds, all times of
 the next state are later by the same seconds. A host that issues a period in less time gets further ahead of its device
-and delays nothing.
+and delays nothing. Times may also advance alike only over several periods, if the longest chain of waits goes through
+several periods before it comes back to the same rank.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from kvrsim.program import Array, Load, Program, Recv, Send
 
 _MOST_KINDS = 16  # largest number of layers in a period
 _LEAST_REPEATED = 4  # number of repeated layers below which a period is not checked
+CYCLES = (1, 2, 3, 4, 6)  # numbers of periods over which times may advance alike
 _SAME = 1e-13  # relative difference of two advances that rounding can cause
 
 
 def steady_advance(states_s: Sequence[Array], issued_s: float | Array) -> Array | None:
-    """Seconds by which all states advance per period, without the axis of states; None if not in steady state.
+    """Seconds by which all states advance from one to the next, without the axis of states; None if not steady.
 
-    Two periods are compared, because a host that leads in the first one may not lead in the next.
-    states_s: the states after the last periods, each of shape (states, ..., B).
-    issued_s: the largest host seconds per period.
+    Two advances are compared, because a host that leads in the first one may not lead in the next.
+    states_s: three states, each of shape (states, ..., B), after periods or after cycles of several periods.
+    issued_s: the largest host seconds from one state to the next.
     """
     if len(states_s) < 3:
         return None

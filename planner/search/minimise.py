@@ -206,7 +206,7 @@ def groups(count: int) -> npt.NDArray[np.int64]:
 # -- the pattern search
 
 _MOVES_TOGETHER, _IDLE_ROUNDS = 120, 2
-_BETTER = 1e-7  # a move must gain this share of TTFT
+_BETTER = 1e-6  # a move must gain this share of TTFT
 
 
 def minimise(

@@ -33,6 +33,7 @@ from planner.search.minimise import (
 )
 
 _SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 3, 1.2
+_TRIAL_ROUNDS, _BEHIND = 8, 1.03  # rounds after which a scattered partition must be within this factor of the best
 _MOST_SCATTERED_RANKS = 32
 _PROVEN = 1.005
 _POLISHING_ROUNDS, _ROUNDS_ON_OWN_LINKS = 60, 12
@@ -190,7 +191,9 @@ class _Search:
         scattered_s = self._evaluate(scattered, _NEAR * best_s)
         for index in apart(scattered, scattered_s, self.tokens, _SCATTERED_TRIED):
             if scattered_s[index] < _NEAR * best_s:
-                other, other_s = minimise(scattered[index], self.tokens, self.stride, self._evaluate, rounds=rounds)
+                other, other_s = self._refined(scattered[index : index + 1], _TRIAL_ROUNDS)
+                if other_s < _BEHIND * best_s:
+                    other, other_s = self._refined(other[None], rounds)
                 best, best_s = (other, other_s) if other_s < best_s else (best, best_s)
         return best, best_s
 
