@@ -156,7 +156,7 @@ def test_a_search_on_a_bus_keeps_to_its_limit_and_says_so(ranks: int, monkeypatc
     assert any("of at most 60" in text for text in texts)
     assert plan.search.evaluations <= 60
     assert plan.search.limit == 60
-    assert [note for note in plan.warnings if note.startswith("kvr-s: its search on a bus ended at 60 partitions")]
+    assert [note for note in plan.warnings if "kvr-s" in note and "60 partitions" in note]
     ttft_s = {result.strategy: result.ttft_s for result in plan.strategies}
     assert ttft_s["kvr-s"] <= ttft_s["kvr-e"]
 
