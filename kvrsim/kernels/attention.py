@@ -169,7 +169,7 @@ class BlockedRates:
     """
 
     causal_flops_per_s: float  # FLOP/s of QK^T and PV in the chunk's own causal half
-    rectangle_flops_per_s: float  # FLOP/s of QK^T and PV in the rectangle; a mask does not raise it
+    rectangle_flops_per_s: float  # FLOP/s of QK^T and PV in the rectangle; with a mask, at most causal_flops_per_s
     start_s: NonNegative  # seconds to start a call
     query_s: NonNegative  # seconds per query and head, independent of the keys
     key_block: int  # keys per block; blocks on the diagonal are computed whole, so huge blocks compute all masked keys

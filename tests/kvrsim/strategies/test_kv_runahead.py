@@ -73,11 +73,8 @@ def test_more_blocks_never_cover_more(rng: Draws) -> None:
 
 
 def test_each_rank_takes_the_fastest_number() -> None:
-    """For the same chunks, neither one number of calls for all ranks nor another number on one rank is faster."""
+    """For the same chunks, no other number of calls on a rank is faster."""
     scenario, cut = eager(), Partition(chunk_lens=(7168, 4096, 2816, 2304))
-    run = run_partition(scenario, KVR_B, cut)
-    alone = {count: run_partition(scenario, in_calls(count), cut) for count in KVR_B.query_blocks}
-    assert run.ttft_s <= min(one.ttft_s for one in alone.values())
     program = program_of(scenario, KVR_B, cut)
     assert program.most_query_blocks is not None
 
@@ -86,9 +83,8 @@ def test_each_rank_takes_the_fastest_number() -> None:
 
     for rank, count in enumerate(program.most_query_blocks):
         own = attention_of(program, rank)
-        assert own.query_blocks is not None
-        assert own.query_blocks[0] == count
-        for other in alone:
+        assert own.query_blocks == count
+        for other in KVR_B.query_blocks:
             op = attention_of(program_of(scenario, in_calls(other), cut), rank)
             assert own.device_s <= op.device_s or op.host_s > op.device_s  # the host launches other blocks too slowly
     assert KVR_S.query_blocks == (1,)
@@ -101,7 +97,7 @@ def test_calls_that_the_host_launches_too_slowly_are_not_made() -> None:
     assert program_of(slow, KVR_B, cut).most_query_blocks == (1, 1, 1, 1)
 
 
-def test_the_score_matrix_is_a_block_s() -> None:
+def test_the_score_matrix_is_that_of_a_block() -> None:
     scenario, cut = eager(), Partition.even(16384, 4)
     whole, blocks = (memory_of(scenario, one, cut) for one in (KVR_S, in_calls(8)))
     assert [one.scores for one in blocks] == [one.scores // 8 for one in whole]
