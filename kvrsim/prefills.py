@@ -84,21 +84,14 @@ def profile_of(args: PrefillArgs) -> CalibrationProfile:
 def cases_of(args: PrefillArgs, prefills: Sequence[Any], on_progress: OnProgress | None) -> PrefillCases:
     """Make cases from the measured prefills, ready to be predicted, with notes on them."""
     from calibrate.prefills.fit import make_cases
-    from calibrate.prefills.rows import PrefillDefaults, read_prefills
+    from calibrate.prefills.rows import read_prefills
     from kvrsim.strategies import get_strategy
     from planner.candidates import partition_of
 
     if args.strategy is not None:
         get_strategy(args.strategy)
-    defaults = PrefillDefaults(
-        model=args.model,
-        num_gpus=args.gpus or 1,
-        strategy=args.strategy,
-        context_len=args.ctx,
-        batch=args.batch,
-        cached_prefix=args.cached_prefix,
-        dtype=args.dtype,
-    )
+    given = {name: getattr(args, name) for name in ("model", "strategy", "batch", "cached_prefix", "dtype")}
+    defaults = given | {"num_gpus": args.gpus or 1, "context_len": args.ctx}
     profile = profile_of(args)
     rows = read_prefills(prefills, defaults)
     setting = {name: value for name, value in vars(args).items() if name not in _OF_ROWS}

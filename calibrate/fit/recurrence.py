@@ -23,7 +23,8 @@ from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.kernels.recurrence import SCAN_CHUNK, ConvolutionRates, KindRates, RecurrenceRates, ScanRates
 
 _LONG_TOKENS = 1024  # minimum number of tokens of the scans that are compared
-_NO_OTHER_LOG_SD = 0.5  # error of a kind that has another kind's rates, if only one kind was measured
+# Assumed spread of log(predicted / measured) for a kind that takes the rates of the only measured kind.
+_UNKNOWN_ALIKE_LOG_SD = 0.5
 _STARTS = 8
 _NOISE = 0.1  # kernels are tuned better to some head counts than to others
 _COMPARED = "compare"
@@ -65,7 +66,7 @@ def fit_recurrence(
     return Fitted(
         rates=RecurrenceRates(
             kinds=rates,
-            alike_log_sd=Comparison.joined("", swapped).errors().log_sd if swapped else _NO_OTHER_LOG_SD,
+            alike_log_sd=Comparison.joined("", swapped).errors().log_sd if swapped else _UNKNOWN_ALIKE_LOG_SD,
         ),
         source="; ".join(found.source for found in rows.values()),
         own=Comparison.joined("scans, fitted", [fit.own for fit in fits.values()]),

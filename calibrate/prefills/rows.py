@@ -1,10 +1,10 @@
 """Measured prefills from files: CSV files, and outputs of engines' benchmarks, recognised by their content.
 
 A CSV file has the columns model, gpu, num_gpus, strategy, context_len, batch, cached_prefix, dtype and ttft_s. Only
-ttft_s is required; PrefillDefaults give the rest. With `concurrency` above 1, ttft_s is the mean TTFT of that number of
-users, each of whom waits for an answer before the next request; `tpot_s` and `output_tokens` describe their decoding,
-and kvrsim.closed_loop computes the seconds of one prefill. A benchmark's output has one JSON object, or one per line;
-its keys identify the tool that wrote it. Sources of the formats, each with the commit that was read:
+ttft_s is required; the options of the command give the rest. With `concurrency` above 1, ttft_s is the mean TTFT of
+that number of users, each of whom waits for an answer before the next request; `tpot_s` and `output_tokens` describe
+their decoding, and kvrsim.closed_loop computes the seconds of one prefill. A benchmark's output has one JSON object, or
+one per line; its keys identify the tool that wrote it. Sources of the formats, each with the commit that was read:
 
 - `vllm bench latency --output-json`: vllm-project/vllm vllm/benchmarks/latency.py at 00cae07;
 - `vllm bench serve --save-result [--save-detailed]`: vllm-project/vllm vllm/benchmarks/serve.py at 009e6d4;
@@ -16,9 +16,8 @@ its keys identify the tool that wrote it. Sources of the formats, each with the 
 from __future__ import annotations
 
 import json
-import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from kvrsim.closed_loop import OUTPUT_TOKENS, ClosedLoop
 from kvrsim.errors import InputError
 from kvrsim.io.files import read_text
 from kvrsim.io.schema import JsonObject, NonNegative, parse_json
+from kvrsim.model.load import known_shape
 from kvrsim.strategies import get_strategy
 from kvrsim.strategies.load import is_file
 from kvrsim.units import MAX_TOKENS, parse_count, parse_tokens
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import pandas
 
 COLUMNS = ("model", "gpu", "num_gpus", "strategy", "context_len", "batch", "cached_prefix", "dtype", "ttft_s")
+Defaults = Mapping[str, Any]  # values by column for rows that lack them
 LOAD_COLUMNS = ("concurrency", "tpot_s", "output_tokens")  # columns of rows whose server had several users
 
 
@@ -56,9 +57,9 @@ class PrefillRow:
     dtype: str | None = None  # dtype of weights, activations and KV cache; None: the profile's
     likely_model: str | None = None  # built-in model that the name in a benchmark's output probably means
 
-    def filled(self, defaults: PrefillDefaults) -> PrefillRow:
+    def filled(self, defaults: Defaults) -> PrefillRow:
         """The row with missing values from the defaults. Raises InputError for a required value that both lack."""
-        missing = {name: getattr(defaults, name) for name in COLUMNS[:-1] if getattr(self, name) is None}
+        missing: dict[str, Any] = {name: defaults.get(name) for name in COLUMNS[:-1] if getattr(self, name) is None}
         row = replace(self, **missing)
         row = row if row.model else replace(row, model=row.likely_model)
         for name, option in (("model", "model"), ("context_len", "ctx")):
@@ -81,31 +82,16 @@ class PrefillRow:
         return ", ".join(parts)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefillDefaults:
-    """Values for fields that a file lacks; None: the file must have the field."""
-
-    model: str | None = None
-    gpu: str | None = None
-    num_gpus: int | None = 1
-    strategy: str | None = None
-    context_len: int | None = None
-    batch: int | None = 1
-    cached_prefix: int | None = 0
-    dtype: str | None = None
-
-
 # -- one file that a benchmark wrote
 
-MOST_LENGTHS = 24  # maximum number of prompt lengths of a run that each have a row; more lengths are grouped
+MOST_GROUPS = 24  # a run with more prompt lengths becomes this number of rows: neighbouring lengths share a row
 
 _UNITS_S = {"s": 1.0, "sec": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-_QUANTISED = re.compile(r"awq|gptq|gguf|bnb|fp8|fp4|int[48]|w[48]a")
 
 
 @dataclass(slots=True)
 class Output:
-    """Rows and notes of a file that is being read."""
+    """What a reader collects from one file of a benchmark: rows, and notes for the user."""
 
     path: Path
     rows: list[PrefillRow] = field(default_factory=list)
@@ -125,10 +111,10 @@ def add_requests(output: Output, requests: Sequence[tuple[int, float]], where: s
     """Add one row per prompt length, the median of its requests; if there are many lengths, neighbours are grouped."""
     ordered = sorted(requests)
     lengths = sorted({length for length, _ in ordered})
-    if len(lengths) <= MOST_LENGTHS:
+    if len(lengths) <= MOST_GROUPS:
         groups = [[pair for pair in ordered if pair[0] == length] for length in lengths]
     else:
-        size = -(-len(ordered) // MOST_LENGTHS)
+        size = -(-len(ordered) // MOST_GROUPS)
         groups = [ordered[first : first + size] for first in range(0, len(ordered), size)]
         output.note(f"{len(lengths)} prompt lengths, put into {len(groups)} groups of up to {size} requests")
     for group in groups:
@@ -145,20 +131,9 @@ def seconds_of(metric: JsonObject, *statistics_: str) -> float:
 
 
 def known_model(name: object) -> str | None:
-    """The built-in model that a Hugging Face name means, such as meta-llama/Llama-2-70b-chat-hf.
-
-    None if there is none, or if the name says that the weights are quantised.
-    """
-    from kvrsim.model.load import builtin_models
-
-    if not isinstance(name, str):
-        return None
-    if _QUANTISED.search(name.lower()):
-        return None
-    plain = re.sub(r"[^a-z0-9.]+", "-", name.rpartition("/")[2].lower())
-    plain = re.sub(r"^(?:meta-)?(llama-[0-9])(?:\.[0-9])?", r"\1", plain)  # Llama 3, 3.1, 3.3: same layers
-    shapes = [model for model in builtin_models() if plain == model or plain.startswith(f"{model}-")]
-    return max(shapes, key=len, default=None)
+    """The built-in model with the shape of an id such as meta-llama/Llama-2-70b-chat-hf; None if it is unknown."""
+    known = known_shape(name) if isinstance(name, str) else None
+    return None if known is None else known[1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -337,7 +312,7 @@ class PrefillRows:
 
 
 def read_prefills(
-    sources: Sequence[str | Path | pandas.DataFrame], defaults: PrefillDefaults, argument: str = "prefills"
+    sources: Sequence[str | Path | pandas.DataFrame], defaults: Defaults, argument: str = "prefills"
 ) -> PrefillRows:
     """Read CSV files, data frames and benchmark outputs, in their order; fill missing values with the defaults.
 
@@ -354,7 +329,7 @@ def read_prefills(
             read = CsvTable.read if isinstance(source, str | Path) else CsvTable.of_frame
             table = read(source, argument)
             table.need(["ttft_s"])
-            rows += [_csv_row(row, defaults.context_len) for row in table.rows]
+            rows += [_csv_row(row, defaults.get("context_len")) for row in table.rows]
             unread = [name for name in table.columns if name and name not in (*COLUMNS, *LOAD_COLUMNS)]
             if unread:
                 notes.append(f"{table.path.name}: columns that are not read: {', '.join(unread)}")
@@ -362,7 +337,7 @@ def read_prefills(
         raise InputError(argument, ", ".join(map(str, sources)) or "nothing", "files with one measured prefill or more")
     if len(rows) > MOST_ROWS:
         raise InputError(argument, f"{len(rows)} rows", f"at most {MOST_ROWS}")
-    guessed = {row.likely_model for row in rows if row.likely_model and not (row.model or defaults.model)}
+    guessed = {row.likely_model for row in rows if row.likely_model and not (row.model or defaults.get("model"))}
     notes += [f"the model is taken to be {model}, by its name in the file" for model in sorted(guessed)]
     return PrefillRows(rows=tuple(row.filled(defaults) for row in rows), notes=tuple(dict.fromkeys(notes)))
 

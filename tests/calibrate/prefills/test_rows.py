@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from calibrate.prefills.rows import MOST_LENGTHS, PrefillDefaults, PrefillRow, known_model, read_prefills
+from calibrate.prefills.rows import MOST_GROUPS, PrefillRow, known_model, read_prefills
 from kvrsim.closed_loop import ClosedLoop
 from kvrsim.errors import InputError
 
@@ -21,6 +21,9 @@ llama-2-70b,a100-80gb,8,tp8+kvr-e,16384,2,1024,bf16,3.5
 """
 
 
+NONE: dict[str, Any] = {"num_gpus": 1, "batch": 1, "cached_prefix": 0}
+
+
 def written(folder: Path, text: str, name: str = "rows.csv") -> Path:
     path = folder / name
     path.write_text(text, encoding="utf-8")
@@ -28,7 +31,7 @@ def written(folder: Path, text: str, name: str = "rows.csv") -> Path:
 
 
 def test_every_column_is_read(tmp_path: Path) -> None:
-    found = read_prefills([written(tmp_path, FULL)], PrefillDefaults())
+    found = read_prefills([written(tmp_path, FULL)], NONE)
     first, second = found.rows
     assert (first.model, first.gpu, first.num_gpus, first.strategy) == ("llama-2-7b", "A100-SXM-80GB", 1, "single")
     assert (first.context_len, first.batch, first.cached_prefix, first.dtype) == (2048, 1, 0, "fp16")
@@ -39,7 +42,7 @@ def test_every_column_is_read(tmp_path: Path) -> None:
 
 def test_absent_columns_and_empty_cells_take_the_defaults(tmp_path: Path) -> None:
     path = written(tmp_path, "context_len,num_gpus,ttft_s\n1024,,0.1\n,4,0.2\n")
-    defaults = PrefillDefaults(model="llama-2-7b", num_gpus=2, context_len=512, batch=3, dtype="bf16")
+    defaults = dict(model="llama-2-7b", num_gpus=2, context_len=512, batch=3, cached_prefix=0, dtype="bf16")
     one, other = read_prefills([path], defaults).rows
     assert (one.model, one.num_gpus, one.context_len, one.batch) == ("llama-2-7b", 2, 1024, 3)
     assert (other.num_gpus, other.context_len, other.dtype, other.cached_prefix) == (4, 512, "bf16", 0)
@@ -49,19 +52,19 @@ def test_a_data_frame_is_read_as_its_csv_file_is(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     path = written(tmp_path, FULL + "llama-2-7b,,,,1024,,,,0.2\n")
     whole = pandas.read_csv(path, comment="#")
-    expected = read_prefills([path], PrefillDefaults()).rows
-    found = read_prefills([whole], PrefillDefaults()).rows
+    expected = read_prefills([path], NONE).rows
+    found = read_prefills([whole], NONE).rows
     assert [replace(row, where="") for row in found] == [replace(row, where="") for row in expected]
     with pytest.raises(InputError, match=r"prefills DataFrame, row 0: ttft_s: got '-1'"):
-        read_prefills([whole.assign(ttft_s=-1)], PrefillDefaults())
+        read_prefills([whole.assign(ttft_s=-1)], NONE)
     with pytest.raises(InputError, match=r"prefills DataFrame: header: .* a column ttft_s"):
-        read_prefills([whole.drop(columns="ttft_s")], PrefillDefaults())
+        read_prefills([whole.drop(columns="ttft_s")], NONE)
 
 
 def test_the_mean_of_several_users_becomes_one_prefill(tmp_path: Path) -> None:
     mean_s = ClosedLoop(users=8, tpot_s=0.01, output_tokens=500, prompt_tokens=1024).mean_ttft_s(0.2)
     text = f"ttft_s,context_len,concurrency,tpot_s,output_tokens\n{mean_s},,8,0.01,500\n0.2,1k,1,,\n"
-    found = read_prefills([written(tmp_path, text)], PrefillDefaults(model="llama-2-7b", context_len=1024))
+    found = read_prefills([written(tmp_path, text)], NONE | {"model": "llama-2-7b"})
     assert [row.ttft_s for row in found.rows] == pytest.approx([0.2, 0.2])
     assert found.notes == ()
 
@@ -80,7 +83,7 @@ def test_the_mean_of_several_users_becomes_one_prefill(tmp_path: Path) -> None:
 )
 def test_mistakes_name_line_and_column(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(InputError) as caught:
-        read_prefills([written(tmp_path, text)], PrefillDefaults())
+        read_prefills([written(tmp_path, text)], NONE)
     assert message in str(caught.value)
 
 
@@ -89,12 +92,12 @@ def test_a_table_of_measurements_runs_no_code(tmp_path: Path) -> None:
     code.write_text("raise SystemExit('run')\n", encoding="utf-8")
     path = written(tmp_path, f"ttft_s,context_len,model,strategy\n0.1,1k,llama-2-7b,{code}:MINE\n")
     with pytest.raises(InputError, match="line 2: strategy"):
-        read_prefills([path], PrefillDefaults())
+        read_prefills([path], NONE)
 
 
 # -- Small outputs of engine benchmarks: the keys identify the tool, and times to first token are read.
 
-DEFAULTS = PrefillDefaults(model="llama-2-7b", num_gpus=1, context_len=4096)
+DEFAULTS = NONE | {"model": "llama-2-7b", "context_len": 4096}
 LATENCY = {
     "avg_latency": 0.2101,
     "std_latency": 0.004,
@@ -200,7 +203,7 @@ def test_many_lengths_are_grouped(tmp_path: Path) -> None:
     lens = list(range(100, 300))
     details = {"input_lens": lens, "ttfts": [length * 1e-4 for length in lens]}
     rows, notes = read(tmp_path, SERVE | details)
-    assert len(rows) <= MOST_LENGTHS
+    assert len(rows) <= MOST_GROUPS
     assert all(row.ttft_s == pytest.approx((row.context_len or 0) * 1e-4, rel=0.01) for row in rows)
     assert "200 prompt lengths" in notes
 
