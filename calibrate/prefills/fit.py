@@ -94,9 +94,9 @@ def make_cases(
 
     setting: further arguments of make_scenario, the same for all rows, such as cluster, engine or link_bandwidth.
 
-    A row is left out if it names a built-in GPU and the profile is for a different GPU. A row with an unknown GPU counts
-    as a row of the profile's GPU. Both cases give a note. Raises InputError if no row is left, or if a row cannot be
-    simulated; the message names the file and the line.
+    A row is left out if it names a built-in GPU and the profile is for a different GPU. A row with an unknown GPU
+    counts as a row of the profile's GPU. Both cases give a note. Raises InputError if no row is left, or if a row
+    cannot be simulated; the message names the file and the line.
     """
     given = {key: value for key, value in (setting or {}).items() if value is not None}
     cluster = given.pop("cluster", None)

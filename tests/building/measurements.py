@@ -11,7 +11,7 @@ from calibrate.data import Measurement, Provenance
 from calibrate.fit.attention import AttentionRows
 from kvrsim.hardware import GpuSpec
 from kvrsim.io.schema import JsonObject
-from kvrsim.kernels.attention import AttentionRates
+from kvrsim.kernels.attention import AttentionRates, BlockedRates, EagerRates
 from kvrsim.kernels.elementwise import after_mixer, before_mixer
 from kvrsim.model.load import read_config
 
@@ -47,6 +47,11 @@ LINKS: dict[str, Any] = {"link": LINK, "topology": "bus", "num_gpus": 2, "gpus_p
 CHUNKS = (64, 128, 256, 512, 1024, 2048)
 PREFIXES = (0, 64, 512, 1024, 2048)
 BYTES_PER_S = {"norm": 50e9, "rotary": 15e9, "activation": 14e9, "residual": 16e9, "embedding": 6e9}
+SDPA = BlockedRates(
+    causal_flops_per_s=65e9, rectangle_flops_per_s=56e9, start_s=2e-4, query_s=1e-7, key_block=512, skips_masked=False
+)
+MERGED = replace(SDPA, rectangle_flops_per_s=60e9, key_block=64, skips_masked=True, join_s=2e-7)
+EAGER = EagerRates(flops_per_s=80e9, bytes_per_s=20e9, start_s=1.5e-4)
 START_S, COPY, HEAD, REQUEST_S, MASK_S = 1e-5, 12e9, 9e9, 6e-4, 8e-10
 
 

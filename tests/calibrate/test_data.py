@@ -25,17 +25,8 @@ from kvrsim.choices import DTYPES
 from kvrsim.errors import InputError
 
 ATTENTION: dict[str, Any] = {
-    "operation": "attention",
-    "kernel": "flash",
-    "device": "a GPU",
-    "dtype": "bf16",
-    "chunk": 512,
-    "prefix": 0,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "median_s": 0.001,
-    "source": "a test",
+    **{"operation": "attention", "kernel": "flash", "device": "a GPU", "dtype": "bf16", "chunk": 512, "prefix": 0},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "median_s": 0.001, "source": "a test"},
 }
 
 positive = st.integers(1, 2**50)

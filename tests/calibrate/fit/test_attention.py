@@ -13,8 +13,9 @@ from calibrate.data import Measurement
 from calibrate.fit.attention import NARROW_HEAD_DIM, PRESETS, fit_blocked, fit_eager, fit_flash, fit_latent
 from calibrate.importers.aiconfigurator import WIDTHS, LatentForm
 from kvrsim.hardware import load_gpu
-from kvrsim.kernels.attention import AttentionCall, BlockedRates, EagerRates, FlashRates, MeasuredSizes
+from kvrsim.kernels.attention import AttentionCall, BlockedRates, FlashRates, MeasuredSizes
 from tests.building import measurements as small
+from tests.building.measurements import EAGER, MERGED, SDPA
 from tests.building.tables import at, perf_table
 
 H100 = load_gpu("h100")
@@ -93,11 +94,6 @@ def test_rates_are_found_again(tmp_path: Path) -> None:
 
 # -- the user's own machine
 
-SDPA = BlockedRates(
-    causal_flops_per_s=65e9, rectangle_flops_per_s=56e9, start_s=2e-4, query_s=1e-7, key_block=512, skips_masked=False
-)
-MERGED = replace(SDPA, rectangle_flops_per_s=60e9, key_block=64, skips_masked=True, join_s=2e-7)
-EAGER = EagerRates(flops_per_s=80e9, bytes_per_s=20e9, start_s=1.5e-4)
 PAGED = replace(EAGER, measured=MeasuredSizes(sizes=(8e6, 1.2e7, 4e7), factors=(1.0, 2.2, 2.6)))
 
 

@@ -20,7 +20,7 @@ from calibrate.fit.report import LAYERS, layer_costs
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.hardware import GatherRates, load_gpu, load_link
-from kvrsim.kernels.attention import AttentionRates, BlockedRates, EagerRates
+from kvrsim.kernels.attention import AttentionRates, EagerRates
 from kvrsim.kernels.gemm import GemmRates, Product, Tile
 from kvrsim.kernels.profile import CalibrationProfile
 from tests.building import measurements as small
@@ -282,11 +282,9 @@ def test_all_gathers_that_follow_no_ring_are_left_to_the_datasheet() -> None:
 
 # -- the user's own machine
 
-SDPA = BlockedRates(
-    causal_flops_per_s=65e9, rectangle_flops_per_s=56e9, start_s=2e-4, query_s=1e-7, key_block=512, skips_masked=False
-)
-MERGED = replace(SDPA, rectangle_flops_per_s=60e9, key_block=64, skips_masked=True, join_s=2e-7)
-OWN_EAGER = EagerRates(flops_per_s=80e9, bytes_per_s=20e9, start_s=1.5e-4)
+_ATTENTION = {"flash": small.MERGED, "sdpa": small.SDPA, "eager": small.EAGER}
+_CALLS = [row for kernel, rates in _ATTENTION.items() for row in small.calls(rates, kernel)]
+OWN_ROWS = [*small.other_rows(), *_CALLS, *small.link_rows()]
 
 
 def fit_own(rows: list[Measurement], *origins: dict[str, Any]) -> Any:
@@ -297,19 +295,12 @@ def fit_own(rows: list[Measurement], *origins: dict[str, Any]) -> Any:
 
 @pytest.fixture(scope="module")
 def own_machine() -> Any:
-    rows = [
-        *small.other_rows(),
-        *small.calls(MERGED, "flash"),
-        *small.calls(SDPA, "sdpa"),
-        *small.calls(OWN_EAGER, "eager"),
-        *small.link_rows(),
-    ]
-    return fit_own(rows)
+    return fit_own(OWN_ROWS)
 
 
 def test_noise_of_the_own_machine_widens_the_interval_and_is_noted(own_machine: Any) -> None:
     """A machine with noisy measurements still gets a profile."""
-    profile, _ = fit_own([*small.other_rows(), *noisy(small.calls(SDPA, "sdpa")), *small.link_rows()])
+    profile, _ = fit_own([*small.other_rows(), *noisy(small.calls(small.SDPA, "sdpa")), *small.link_rows()])
     assert "Attention: the fit is off by" in profile.not_covered
     assert profile.operations["attention"].log_sd > 1 > own_machine[0].operations["attention"].log_sd
 
@@ -363,14 +354,7 @@ def layer_rows(profile: CalibrationProfile, factor: float) -> list[Measurement]:
 
 def test_layers_are_compared_but_not_fitted(own_machine: Any) -> None:
     profile: CalibrationProfile = own_machine[0]
-    same = [
-        *small.other_rows(),
-        *small.calls(MERGED, "flash"),
-        *small.calls(SDPA, "sdpa"),
-        *small.calls(OWN_EAGER, "eager"),
-        *small.link_rows(),
-    ]
-    again, report = fit_own([*same, *layer_rows(profile, 1.25)])
+    again, report = fit_own([*OWN_ROWS, *layer_rows(profile, 1.25)])
     assert again == profile
     assert report.layers is not None
     assert report.layers.label == LAYERS
@@ -381,7 +365,9 @@ def test_layers_are_compared_but_not_fitted(own_machine: Any) -> None:
 
 
 def test_a_campaign_may_spread() -> None:
-    rows = [replace(one, spread_s=one.median_s * 0.3) for one in [*small.other_rows(), *small.calls(SDPA, "sdpa")]]
+    rows = [
+        replace(one, spread_s=one.median_s * 0.3) for one in [*small.other_rows(), *small.calls(small.SDPA, "sdpa")]
+    ]
     layer = Measurement(
         operation="layer", kernel="sdpa", device="x", dtype="fp32", chunk=64, prefix=0, median_s=1.0, spread_s=0.3,
         source="x",
@@ -392,4 +378,6 @@ def test_a_campaign_may_spread() -> None:
 
 def test_a_bad_origin_is_named() -> None:
     with pytest.raises(InputError, match=r"origin: topology: got 'ring', accepted: switch"):
-        fit_own([*small.other_rows(), *small.calls(SDPA, "sdpa")], small.ORIGIN | small.LINKS | {"topology": "ring"})
+        fit_own(
+            [*small.other_rows(), *small.calls(small.SDPA, "sdpa")], small.ORIGIN | small.LINKS | {"topology": "ring"}
+        )
