@@ -148,9 +148,7 @@ class RankPool:
                 theirs.close()
             self._collect(range(num_ranks), start_s)
         except BaseException as error:
-            self.close(wait_s=0.0)
-            if not isinstance(error, RankError):  # after an interrupt, the server may import for long
-                _kill_server()
+            self._abort(error)
             raise
 
     def ask(
@@ -168,8 +166,8 @@ class RankPool:
                 with contextlib.suppress(BrokenPipeError):  # the answer will contain the error
                     self._pipes[rank].send_bytes(content)
             return self._collect(ranks, timeout_s, on_progress)
-        except BaseException:  # includes interrupts: a late answer must not be used for the next command
-            self.close()
+        except BaseException as error:  # includes interrupts: a late answer must not be used for the next command
+            self._abort(error)
             raise
 
     def close(self, wait_s: float = _JOIN_S) -> None:
@@ -188,6 +186,18 @@ class RankPool:
         if threading.current_thread() is threading.main_thread():
             for number in self._handled:
                 signal.signal(number, signal.SIG_DFL)
+
+    def _abort(self, error: BaseException) -> None:
+        """Close the pool after an error.
+
+        After an interrupt, also kill the server that forks processes, which takes seconds to load or unload torch; the
+        next pool starts a new one.
+        """
+        self.close(wait_s=0.0)
+        pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+        if pid is not None and not isinstance(error, RankError):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _collect(
         self, ranks: Collection[int], timeout_s: float, on_progress: OnProgress | None = None
@@ -337,13 +347,6 @@ def _own_folder() -> Path:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent, ignore_errors=True)
     return folder
-
-
-def _kill_server() -> None:
-    """Kill the server that forks processes; the next pool starts a new one."""
-    if (pid := getattr(forkserver._forkserver, "_forkserver_pid", None)) is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def _layer_of(layers: Any, rank: int) -> int | None:

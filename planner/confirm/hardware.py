@@ -116,7 +116,7 @@ class Hardware:
         return host.devices(self.device, self.threads)
 
     def run_plan(self, candidate: Candidate) -> RunPlan:
-        """Return the candidate's plan for the ranks, whose attention covers the same tokens as in the simulation.
+        """Return the candidate's plan for the ranks; their attention covers the same tokens as in the simulation.
 
         Raises InputError for a strategy that the runtime cannot run, or for query blocks without a profile.
         """

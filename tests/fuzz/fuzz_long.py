@@ -35,7 +35,7 @@ from validate.report import write_page
 FUZZERS = {"commands": random_command, "files": random_file, "calls": random_call}
 MOST_SILENT_S = 11.0  # progress begins after 10 s; its first line may come a second later
 MOST_BYTES = 2**30
-CASES_OF_A_PROCESS = 300  # a new process starts with empty caches
+CASES_OF_A_PROCESS = 300  # number of cases per process; a new process starts with empty caches
 Case = tuple[int, str, int]  # seed, fuzzer, number
 
 

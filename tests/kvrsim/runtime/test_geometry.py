@@ -1,4 +1,4 @@
-"""Geometry: what each architecture keeps per token, and the places of its modules; other models are refused."""
+"""Models with random weights: equal on all ranks; configurations that the runtime does not support are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Candidates are measured if they fit in memory; they share buffers."""
+"""Candidates are measured if they fit in the memory of the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a model hold the planned number of weights; a model that has no such parts is refused by name."""
+"""Shares and stages hold the planned number of weights; models without a tensor-parallel plan are refused by name."""
 
 from __future__ import annotations
 
