@@ -91,7 +91,7 @@ def _replace_attention(model: Any, name: str, compute: Compute) -> Callable[[], 
 
 
 def chunk_attention(query: Any, key: Any, value: Any, scale: float | None = None, window: int | None = None) -> Any:
-    """Return causal attention of the chunk to all tokens, or to a window: the number of tokens that a query sees."""
+    """Return causal attention of the chunk to all tokens. window: number of tokens that a query sees; None: all."""
     if value.shape[-1] != key.shape[-1]:  # expanded latent attention: kernels need equal widths
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         padded = functional.pad(value, (0, key.shape[-1] - value.shape[-1]))

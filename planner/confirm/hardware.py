@@ -152,7 +152,7 @@ class MemoryBudget:
     """Memory that several ranks share: that of a GPU, or of this host."""
 
     limit_bytes: float  # memory for all these ranks together
-    num_ranks: int  # number of these ranks, including ranks without a chunk
+    num_ranks: int  # number of ranks that share the memory, including ranks without a chunk
     on_gpu: bool
     mode: Mode
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pandas
 
 LEAST_SAMPLES = 3  # fewest measurements of a candidate that show a spread
-_ROUNDING = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}  # error of reordered sums over the largest logit
+_ROUNDING = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}  # largest error of reordered sums, over the largest logit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,7 @@
 """Exchanges: how the ranks of each strategy run a prefill.
 
-`Exchange` has what all exchanges share: a chunk per rank, messages of K and V or states, and their marks. Each module
-of this package defines the exchanges of one kind of communication.
+`Exchange` has what all exchanges share: a chunk per rank, messages of K and V or states, and their marks. In `chain`,
+the model computes attention; in `own_attention`, the exchange does; `pipeline` and `tensor` divide the model.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ import torch
 
 from kvrsim.io.schema import JsonObject
 from kvrsim.model.load import read_config
-from kvrsim.runtime.geometry import Geometry, KvLayout, StateLayout
-from kvrsim.runtime.kv_cache import Chunk, PrefixCache, StateBuffer, allocate, make_buffers
+from kvrsim.runtime.geometry import Geometry, KvLayout
+from kvrsim.runtime.kv_cache import Chunk, PrefixCache, make_buffers
 from kvrsim.runtime.model import ModelForward
 from tests.kvrsim.runtime.runtime_models import KINDS
 from tests.kvrsim.runtime.runtime_workers import model_of
@@ -53,17 +53,3 @@ def test_a_layer_hands_on_what_the_model_says_that_later_tokens_need(name: str) 
                 end = min(end, kept.sliding_window - 1)  # a window includes the query's own token
             needed = BATCH * float(layer.mixer.needed_bytes(end, ELEMENT_BYTES))
             assert buffer.outgoing().nbytes == needed
-
-
-def test_a_state_is_one_message_of_its_own_size_and_mlp_layers_have_none() -> None:
-    geometry = Geometry.of(model_of("nemotron_h"))
-    assert [type(kept) for kept in geometry.layouts] == [StateLayout, KvLayout, type(None), StateLayout, type(None)]
-    assert geometry.linked_layers == (0, 1, 3)
-    chunk = Chunk(start=3, length=6, batch=BATCH)
-    room = allocate(geometry, chunk)
-    state, _, nothing, *_ = make_buffers(geometry, chunk, room)
-    assert nothing is None
-    assert isinstance(state, StateBuffer)
-    assert state.data.data_ptr() == state.incoming().data_ptr() == state.outgoing().data_ptr() == room[0].data_ptr()
-    assert state.recurrent.dtype == torch.float32
-    assert state.data.nbytes == state.recurrent.nbytes + state.conv.nbytes == BATCH * (4 * 8 * 16 + 96 * 3) * 4

@@ -26,14 +26,6 @@ def report() -> Report:
     return reports[-1]
 
 
-def test_every_plan_is_measured_and_its_conditions_are_told(report: Report) -> None:
-    assert [timing.plan.strategy for timing in report.timings] == ["single", "tsp", "kvr", "kvr"]
-    assert all(len(timing.ttft_s) == 4 and min(timing.ttft_s) > 0 for timing in report.timings)
-    told = {"kvrsim", "python", "torch", "transformers", "device", "transport", "dtype", "attention"}
-    assert told <= set(report.conditions)
-    assert report.conditions["transport"] == "gloo"
-
-
 def names(timeline: Timeline, rank: int) -> set[str]:
     return {span.name for kind in ("compute", "wait") for span in timeline.of(rank, kind)}  # type: ignore[arg-type]
 
