@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,6 +30,14 @@ def print_json(content: Mapping[str, Any]) -> None:
     click.echo(json.dumps(content, indent=2, allow_nan=False))
 
 
+def print_result(content: Mapping[str, Any], *screen: Part, json: bool) -> None:
+    """Print a result as JSON or, by default, as a screen."""
+    if json:
+        print_json(content)
+    else:
+        show(*screen)
+
+
 def print_answer(
     args: OutputArgs,
     content: Callable[[], Mapping[str, Any]],
@@ -47,8 +55,7 @@ def print_answer(
         show(*screen())
         return
     answer = content()
-    for note in answer.get("warnings", ()):
-        warn(f"note: {note}")
+    warn_notes(answer.get("warnings", ()))
     if args.format == "md":
         click.echo(markdown(screen()))
     else:
@@ -76,6 +83,12 @@ def _cell(value: object) -> str:
 def warn(line: str) -> None:
     """Print a line for people on standard error."""
     click.echo(printable(f"kvrsim: {line}"), err=True)
+
+
+def warn_notes(notes: Iterable[str]) -> None:
+    """Print notes on standard error, a line per note."""
+    for note in notes:
+        warn(f"note: {note}")
 
 
 def warn_once(note: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +27,9 @@ from kvrsim.choices import ATTENTIONS, DEVICES
 from kvrsim.cli.commands.catalogue import TERM_MEANINGS
 from kvrsim.cli.help import Group
 from kvrsim.cli.options import JSON, output, require_torch, takes, writable
-from kvrsim.cli.output import print_json, warn
+from kvrsim.cli.output import print_json, print_result, warn_notes
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import facts, show
+from kvrsim.cli.text import Facts, Part, facts, show
 from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json
 from kvrsim.text import printable
@@ -213,18 +212,15 @@ def _run(campaign: Campaign, minutes: float) -> Outcome:
 
     with Progress(f"{campaign.title}: preparing", is_timed=True) as progress:
         outcome = measure(campaign, 60 * minutes, progress)
-    for note in outcome.notes:
-        warn(f"note: {note}")
+    warn_notes(outcome.notes)
     return outcome
 
 
 def _measure_one(campaign: Campaign, minutes: float, *, json: bool) -> None:
     outcome = _run(campaign, minutes)
     campaign.journal().remove()
-    if json:
-        print_json(outcome_json(outcome) | {"output": str(campaign.output)})
-    else:
-        show_outcome(outcome, str(campaign.output))
+    output = str(campaign.output)
+    print_result(outcome_json(outcome) | {"output": output}, outcome_facts(outcome, output), json=json)
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
@@ -233,13 +229,13 @@ def outcome_json(outcome: Outcome) -> dict[str, Any]:
     return {"rows": len(outcome.rows), **fields_to_json(outcome, "samples", "skipped"), **about}
 
 
-def show_outcome(outcome: Outcome, output: str) -> None:
-    """Print the number of measured rows, the skipped points, and the file."""
+def outcome_facts(outcome: Outcome, output: str) -> Facts:
+    """Make lines of the number of measured rows, the skipped points, and the file."""
     spread = outcome.median_spread
     steady = "" if spread is None else f", spread {spread:.1%} (median of interquartile ranges)"
     measured = f"{len(outcome.rows)} rows of {outcome.samples} samples{steady}"
     skipped = (("skipped:", f"{point}: {why}") for point, why in outcome.skipped.items())
-    show(facts(("measured:", measured), *skipped, ("written:", output)))
+    return facts(("measured:", measured), *skipped, ("written:", output))
 
 
 def command() -> str:
@@ -468,27 +464,23 @@ def prefills(
         raise InputError("output", "nothing", "a file for the profile, such as mine.json; or --check, which needs none")
     with Progress() as progress:
         cases = cases_of(args, files, progress)
-        for note in cases.notes:
-            warn(f"note: {note}")
+        warn_notes(cases.notes)
         if check:
             checked = check_prefills(cases.cases, interval, progress)
-            content, printed = checked.to_dict(), partial(show_check, checked, cases.cases[0].scenario)
+            content, screen = checked.to_dict(), check_screen(checked, cases.cases[0].scenario)
         else:
             fitted = fit(args, cases, files, name or Path(output).stem, progress)
             fitted.profile.write(output)
-            content, printed = fitted.to_dict() | {"output": output}, partial(show_fit, fitted, output)
-    if json:
-        print_json(content | {"warnings": list(cases.notes)})
-    else:
-        printed()
+            content, screen = fitted.to_dict() | {"output": output}, fit_screen(fitted, output)
+    print_result(content | {"warnings": list(cases.notes)}, *screen, json=json)
 
 
 _RATIOS = ("kernel_scale", "sustained_share")
 _FEW = 4  # with fewer rows, left-out errors are uncertain
 
 
-def show_fit(fit: PrefillFit, output: str) -> None:
-    """Print the engine's terms, their errors, and the rows."""
+def fit_screen(fit: PrefillFit, output: str) -> list[Part]:
+    """Screen of a fit: the engine's terms, their errors, and the rows."""
     table = columns("term", ">prior", ">fitted", ">80 % interval", "identified", "what")
     for term in fit.terms:
         low, high = term.span
@@ -518,11 +510,11 @@ def show_fit(fit: PrefillFit, output: str) -> None:
         ("written:", f"{output}, profile {fit.profile.name} of {fit.profile.gpu}, with the engine in it"),
     )
     meaning = "left out: each row predicted by a fit without it, and without its repetitions"
-    show(table, "", errors, "", narrowing(rows, "before", "after"), "", meaning, "", notes)
+    return [table, "", errors, "", narrowing(rows, "before", "after"), "", meaning, "", notes]
 
 
-def show_check(check: PrefillCheck, scenario: Scenario) -> None:
-    """Print the rows and their errors."""
+def check_screen(check: PrefillCheck, scenario: Scenario) -> list[Part]:
+    """Screen of a check: the rows and their errors."""
     rows = columns("row", ">measured", ">predicted", ">prediction interval", ">error")
     for row in check.rows:
         rows.add_row(
@@ -537,7 +529,7 @@ def show_check(check: PrefillCheck, scenario: Scenario) -> None:
         ("absolute error:", f"median {check.errors.median_ape:.1%}, mean {check.errors.mape:.1%}"),
         ("inside the interval:", f"{check.coverage:.0%} of {len(check.rows)} rows"),
     )
-    show(narrowing(rows, "80 %"), "", notes)
+    return [narrowing(rows, "80 %"), "", notes]
 
 
 def _value(term: FittedTerm, value: float) -> str:

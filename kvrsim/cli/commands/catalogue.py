@@ -12,7 +12,7 @@ from kvrsim.arguments import argument, option
 from kvrsim.cli.help import Group
 from kvrsim.cli.options import JSON, OutputArgs, takes
 from kvrsim.cli.output import print_answer, print_json
-from kvrsim.cli.text import Facts, Part, show, show_tree
+from kvrsim.cli.text import Part, facts, show, show_tree
 from kvrsim.engine import SHORT_TOKENS
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
 from kvrsim.views.table import Text, columns
@@ -74,11 +74,6 @@ def _commands(kind: str, shelf: Callable[[], Shelf], names: str, known: str, lis
     program.command("list")(takes(OutputArgs)(list_all))
     program.command("show")(takes()(show_one))
     return program
-
-
-def _facts(rows: Mapping[str, str | None]) -> Facts:
-    """Make Facts from labels and texts; a label without a text is left out."""
-    return Facts(rows=[(label, text) for label, text in rows.items() if text])
 
 
 # Strategies
@@ -143,7 +138,7 @@ def show_strategy(one: Mapping[str, Any]) -> None:
         "source": one["source"],
         "more": one["docs"],
     }
-    show(f"{one['name']}: {one['title']}", "", _facts(rows))
+    show(f"{one['name']}: {one['title']}", "", facts(*rows.items()))
 
 
 def about(name: str) -> dict[str, Any]:
@@ -277,7 +272,7 @@ def show_model(model: ModelSpec) -> None:
         "cache": f"{format_bytes(model.kv_bytes_per_token(2))} a token{kept}",
         "approximated": "\n".join(model.approximations) or "nothing",
     }
-    table = _facts(rows)
+    table = facts(*rows.items())
     for kind in model.layer_kinds:
         table.rows += [("", ""), (f"{model.layers.count(kind)} layers", mixer_title(kind))]
         table.rows += [(f"  {label}", text) for label, text in _layer_rows(kind)]

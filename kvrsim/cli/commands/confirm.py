@@ -10,9 +10,9 @@ from click.exceptions import Exit
 from kvrsim.arguments import Arguments, MeasuredArgs, count, entry, flag, number, quantity, strategy_list
 from kvrsim.cli.commands.run import FIXED
 from kvrsim.cli.options import HardwareArgs, OutputArgs, PageArgs, hardware_of, output, takes
-from kvrsim.cli.output import print_answer, print_json, warn_once, write_files
+from kvrsim.cli.output import print_answer, print_json, print_result, warn_once, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Part, facts, header, headline, likely, note_rows, show
+from kvrsim.cli.text import Part, facts, header, headline, likely, note_rows
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.io.files import is_first_rank
 from kvrsim.units import format_seconds, parse_share
@@ -140,12 +140,8 @@ def _search(scenario: Scenario, machine: Hardware, minutes: float, output: Path,
     with Progress(_STARTING, is_timed=True) as progress:
         reporter = Reporter(note=warn_once, progress=progress)
         result = search_here(scenario, machine, minutes=minutes, output=output, reporter=reporter)
-    if not is_first_rank():
-        return
-    if json:
-        print_json(result.to_dict())
-    else:
-        show_search(result)
+    if is_first_rank():
+        print_result(result.to_dict(), *search_screen(result), json=json)
 
 
 _SHOWN_WRONG = 3  # largest number of wrongly ordered pairs that are listed
@@ -209,8 +205,8 @@ def _regret(result: Confirmation) -> str:
     return f"{amount}: the plan's choice, {choice}, was slower than {best}, the fastest ({significant})"
 
 
-def show_search(result: SearchedPartition) -> None:
-    """Print the fastest measured partition, and the cost of the search."""
+def search_screen(result: SearchedPartition) -> list[Part]:
+    """Screen of a search: the fastest measured partition, and the number of measurements."""
     search, question = result.search, result.question
     best, plan = (
         f"{', '.join(map(str, one))}, TTFT {format_seconds(search.median_s(one))}" for one in (search.best, search.seed)
@@ -222,4 +218,4 @@ def show_search(result: SearchedPartition) -> None:
         ("search:", f"{result.partitions} partitions, {result.prefills} prefills, {search.ended}"),
         ("written:", result.output),
     )
-    show(table, "", *header(question, question.cluster))
+    return [table, "", *header(question, question.cluster)]

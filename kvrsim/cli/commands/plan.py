@@ -12,7 +12,7 @@ from click.exceptions import Exit
 from kvrsim.arguments import NoiseArgs, PlanArgs, PoolArgs, ScenarioArgs, UsersArgs, entry, flag
 from kvrsim.cli import text as lines
 from kvrsim.cli.options import DeployArgs, OutputArgs, PageArgs, pool_of, takes
-from kvrsim.cli.output import print_answer, warn, write_files
+from kvrsim.cli.output import print_answer, warn_notes, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.errors import InputError
 from kvrsim.notes import with_code, without
@@ -237,5 +237,4 @@ def show_launch(launch: Launch) -> None:
     for name, text in launch.files.items():
         click.echo(f"\n# {printable(name)}\n{text.rstrip()}")
     click.echo("")
-    for note in launch.notes:
-        warn(f"note: {note}")
+    warn_notes(launch.notes)

@@ -7,9 +7,9 @@ from typing import Any
 from kvrsim.arguments import REQUIRED, BudgetArgs, PredictorArgs, argument, count, option, text, tokens, tokens_or_none
 from kvrsim.cli.help import Group
 from kvrsim.cli.options import JSON, BuildArgs, output, pool_of, takes
-from kvrsim.cli.output import print_json, warn
+from kvrsim.cli.output import print_result, warn, warn_notes
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import facts, headline, show
+from kvrsim.cli.text import facts, headline
 from kvrsim.units import format_seconds
 from kvrsim.version import __version__
 from kvrsim.views.table import format_interval
@@ -45,8 +45,7 @@ def build(
     with pool_of(workers, every_core=True) as pool, Progress() as progress:
         predictor = make_predictor(scenario, strategy=strategy, pool=pool, on_progress=progress)
     predictor.write(output)
-    for note in notes:
-        warn(f"note: {note}")
+    warn_notes(notes)
     if predictor.batch[-1] < args.batch:
         ended = f"note: --time-budget {workers.time_budget:g}s ended"
         warn(f"{ended}: batches above {predictor.batch[-1]} are left out; a longer time adds them")
@@ -57,14 +56,12 @@ def build(
         "longest_context": predictor.longest_context,
         "longest_batch": predictor.batch[-1],
     }
-    if json:
-        question = {"question": predictor.question, "version": __version__, "cluster": to_json(scenario.cluster)}
-        print_json(question | {"output": output, **about})
-        return
+    question = {"question": predictor.question, "version": __version__, "cluster": to_json(scenario.cluster)}
     longest = predictor.longest_context
     most = f"up to {longest} tokens, batch {predictor.batch[-1]}"
     grid = f"{about['prefills']} prefills of {', '.join(about['strategies'])}, {most}"
-    show(facts(("predictor:", grid), ("written:", output)))
+    lines = facts(("predictor:", grid), ("written:", output))
+    print_result(question | {"output": output, **about}, lines, json=json)
 
 
 @app.command("lookup")
@@ -93,11 +90,8 @@ def lookup(
     estimate, asked = predictor.predict(ctx=ctx, cached_prefix=cached_prefix, batch=batch), predictor.question
     about = {name: asked[name] for name in ("model", "num_gpus", "profile", "engine")}
     about["cluster"] = asked["cluster"]["name"]
-    if json:
-        print_json(estimate.to_dict() | about)
-        return
     interval = format_interval(estimate.ttft_low_s, estimate.ttft_high_s)
     time = f"{estimate.strategy}, {format_seconds(estimate.ttft_s)} (prediction interval {interval})"
     gpus = f"{about['num_gpus']} GPU{'s' * (about['num_gpus'] > 1)} of {about['cluster']}"
     of = f"{about['model']} on {gpus}, profile {about['profile']}, engine {about['engine']}"
-    show(facts(("TTFT:", headline(time)), ("of:", of)))
+    print_result(estimate.to_dict() | about, facts(("TTFT:", headline(time)), ("of:", of)), json=json)

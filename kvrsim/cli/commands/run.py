@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvrsim.arguments import REQUIRED, MeasuredArgs, chunk_lens, option, switch, text
 from kvrsim.cli.options import JSON, HardwareArgs, PageArgs, hardware_of, require_torch, takes
-from kvrsim.cli.output import print_json, warn_once, write_files
+from kvrsim.cli.output import print_result, warn_once, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import facts, header, headline, note_rows, show
+from kvrsim.cli.text import Part, facts, header, headline, note_rows
 from kvrsim.io.files import is_first_rank
 from kvrsim.scenario import ROOFLINE
 from kvrsim.units import format_seconds
@@ -66,10 +66,7 @@ def run(
         )
     if not is_first_rank():
         return
-    if json:
-        print_json(result.to_dict())
-    else:
-        show_run(result)
+    print_result(result.to_dict(), *run_screen(result), json=json)
     about = {"cluster": f"{result.num_gpus} ranks, {result.conditions['device']}", "profile": None}  # not predicted
     write_files(
         (files.trace, lambda path: result.timeline.write_chrome_trace(path, result.question, **about)),
@@ -90,8 +87,8 @@ def _scenario(args: MeasuredArgs, device: str) -> tuple[Scenario, tuple[str, ...
     return build_scenario(MeasuredArgs(**vars(args) | changes))[0], ()
 
 
-def show_run(result: RunResult) -> None:
-    """Print TTFT and its spread, and one row per rank."""
+def run_screen(result: RunResult) -> list[Part]:
+    """Screen of a run: TTFT and its spread, and one row per rank."""
     from planner.confirm.run_views import ranks_table
 
     timing, question, partition = result.timing, result.question, result.plan.partition.chunk_lens
@@ -115,4 +112,4 @@ def show_run(result: RunResult) -> None:
     first, _ = header(question, question.cluster)
     by = () if question.profile == ROOFLINE else (f"predicted by profile {question.profile}", *question.served())
     second = Text(" · ".join((f"measured on {result.conditions['device']}", *by)), style="dim")
-    show(answer, "", first, second, "", narrowing(ranks_table(result), "sent", "tokens"), "", table)
+    return [answer, "", first, second, "", narrowing(ranks_table(result), "sent", "tokens"), "", table]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from kvrsim.arguments import REQUIRED, BudgetArgs, ScenariosArgs, argument, count, option, text, tokens
 from kvrsim.cli.help import Group
 from kvrsim.cli.options import JSON, BuildArgs, OutputArgs, output, pool_of, takes
-from kvrsim.cli.output import print_answer, print_json, warn
+from kvrsim.cli.output import print_answer, print_result, warn, warn_notes
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Facts, Part, facts, headline, note_rows, round_up_percent, show
+from kvrsim.cli.text import Facts, Part, facts, headline, note_rows, round_up_percent
 from kvrsim.units import format_seconds, format_tokens
 from kvrsim.views.table import Text, columns, format_partition, narrowing
 
@@ -53,14 +53,11 @@ def build(
             warn(f"note: --time-budget {workers.time_budget:g}s ended: {missing} entries are left out; {kept}")
         else:
             journal.remove()
-    for note in notes:
-        warn(f"note: {note}")
-    if not json:
-        show(summary_of(table), facts(("written:", output)))
-        return
+    warn_notes(notes)
     question = Question.of(scenario, strategy=strategy, lengths=list(lengths), gpu_counts=list(counts))
     built = {"output": output, "entries": len(table.entries), "left_out": missing, "setting": to_json(table.setting)}
-    print_json(question.header() | {"cluster": to_json(scenario.cluster)} | built)
+    content = question.header() | {"cluster": to_json(scenario.cluster)} | built
+    print_result(content, summary_of(table), facts(("written:", output)), json=json)
 
 
 @app.command("lookup")
@@ -82,12 +79,8 @@ def lookup(
     from planner.table.table import load_table, look_up
 
     result = look_up(load_table(file, "TABLE"), gpus, ctx)
-    if not json:
-        show_lookup(result)
-        return
-    for warning in result.warnings:
-        warn(f"note: {warning}")
-    print_json(to_json(result))
+    warn_notes(result.warnings if json else ())
+    print_result(to_json(result), lookup_facts(result), json=json)
 
 
 @app.command("show")
@@ -104,19 +97,17 @@ def show_(answer: OutputArgs, *, file: Any = FILE) -> None:
     print_answer(answer, table.to_dict, "entries", lambda: table_screen(table))
 
 
-def show_lookup(result: TableLookup) -> None:
-    """Print the partition and its origin."""
+def lookup_facts(result: TableLookup) -> Facts:
+    """Make lines of the partition and its origin."""
     between = " and ".join(map(format_tokens, result.between))
     sources = {"exact": "an entry of the table", "interpolated": f"interpolated between {between}"}
     gpus = f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
-    show(
-        facts(
-            ("partition:", headline(", ".join(map(str, result.partition)))),
-            ("shares:", " ".join(f"{share:.3f}" for share in result.fractions)),
-            ("from:", sources.get(result.source, f"extrapolated from the shares of {between}")),
-            *note_rows(result.warnings),
-            ("question:", f"{format_tokens(result.context_len)} tokens on {gpus}"),
-        )
+    return facts(
+        ("partition:", headline(", ".join(map(str, result.partition)))),
+        ("shares:", " ".join(f"{share:.3f}" for share in result.fractions)),
+        ("from:", sources.get(result.source, f"extrapolated from the shares of {between}")),
+        *note_rows(result.warnings),
+        ("question:", f"{format_tokens(result.context_len)} tokens on {gpus}"),
     )
 
 
