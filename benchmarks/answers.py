@@ -42,7 +42,7 @@ MACHINES = (  # model, cluster, GPUs, context
     ("llama-3-8b", "b200-nvlink5", 8, "64k"),
     ("llama-3-8b", "l40s-pcie", 2, "8k"),
 )
-SETTINGS = (  # of a plan on 3 GPUs
+SETTINGS = (  # options of plans on 3 GPUs
     "--method grid",
     "--method analytical",
     "--topology bus --link-bandwidth 10GB/s",

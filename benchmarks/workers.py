@@ -7,6 +7,7 @@ first. It adds the time that one process needs before, between and after the cal
 from __future__ import annotations
 
 import heapq
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +38,9 @@ class Timed(Pool):
 
     rounds: list[list[float]]
 
-    def run(self, call: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+    def run(
+        self, call: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, share: float = math.inf
+    ) -> Iterator[Any]:
         """Make the calls in this process, in order."""
         self.rounds.append([])
         for each in arguments:

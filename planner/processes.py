@@ -36,7 +36,7 @@ class Pool:
     jobs: int = 1  # number of processes; ignored on an existing cluster
     backend: str = "loky"  # one of POOL_BACKENDS; "loky" means processes of this machine
     dask_address: str | None = None  # address of a Dask scheduler; None: a new cluster on this machine
-    time_budget_s: float = math.inf  # seconds from now after which `run` begins no further calls that may be left out
+    time_budget_s: float = math.inf  # seconds after which no further calls begin, if `run` may leave calls out
     _begin_s: float = field(default_factory=time.time, repr=False)  # the clock that processes and machines share
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 

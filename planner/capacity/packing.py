@@ -69,7 +69,7 @@ class PackingRule:
         self.budget, self.most_tokens = budget, most_tokens
 
     def step(self, begun: Begun | None, queue: deque[int]) -> tuple[list[Piece], Begun | None]:
-        """The pieces of the next step, and the prompt that the step leaves unfinished; takes prompts from the queue."""
+        """Take prompts from the queue; return the pieces of the next step, and the prompt that it leaves unfinished."""
         pieces: list[Piece] = []
         room, in_memory = self.budget, 0
         while room:

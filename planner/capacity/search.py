@@ -544,7 +544,7 @@ class FleetSearch:
             if sum(late) <= allowed and gpus_of(groups) <= self.limits.max_gpus:
                 fits.append(Fit(design=groups, cost=float(np.dot(cost, replicas)), late=sum(late)))
         best = min(fits, key=lambda fit: (fit.cost, fit.late, *(group.replicas for group in fit.design)), default=None)
-        # With an empty bucket, it is a design of one bucket.
+        # A design with an empty bucket has only one bucket; such designs are tried separately.
         return None if best is None or (len(design) > 1 and len(best.fleet) < len(design)) else best
 
     def _design(self, types: Sequence[GroupType], cuts: Sequence[int]) -> Fleet:

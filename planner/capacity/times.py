@@ -47,7 +47,7 @@ _LENGTHS_PER_DOUBLING = 8  # number of simulated lengths; times between them are
 _FIRST_PREFIX, _PREFIX_STEP = 512, 4  # cached prefixes that are simulated: 0, 512, 2k, 8k, ...
 _TILE = 128  # rows of an attention kernel's tile, tokens
 _BLENDS = (0.0, 0.5, 1.0)  # interpolation weights between the searched shares of the shorter and the longer length
-_FAR = 8.0  # delay of one rank, in longest prefills, with which its slack is measured
+_FAR = 8.0  # the slack of a rank is measured with a delay of this number of longest prefills
 _TIE = 1e-9  # relative; the first strategy is chosen if TTFTs differ by less
 _GAIN = 0.002  # least relative gain in TTFT from doubling the pieces of a pipeline
 _PIECES_PER_STAGE = 16  # most pieces per stage; with 16, filling the stages takes less than 7 % of the time
@@ -106,7 +106,7 @@ class StrategyPolicy:
         return tuple(one.name for one in exact if one.name not in usual and one.degrees.pieces != "searched")
 
     def _allows(self, strategy: Strategy, scenario: Scenario) -> bool:
-        """Whether a strategy is exact, uses all GPUs, is in all engines and, if prompts are packed, shares steps."""
+        """Whether a strategy is exact, uses all GPUs, runs on all engines, and supports packed steps if needed."""
         if strategy.approximate is not None or (self.packs and not takes_steps(strategy)):
             return False
         if (self.packs or self.engines or self.deployable) and strategy.name == "single" and scenario.num_gpus > 1:
@@ -309,7 +309,7 @@ class Prefills:
         return finish_s, slack_s
 
     def _searched(self, shares: dict[int, Array], cached_prefix: int, new_tokens: int) -> Partition:
-        """Chunks with the searched shares of the next lower power of two. `shares` caches them."""
+        """Chunks with the shares that a search finds at the next lower power of two. `shares` caches them."""
         near = 1 << max(int(new_tokens).bit_length() - 1, (self.num_ranks - 1).bit_length())
         if near not in shares:
             shares[near] = self._shares(cached_prefix, near) if self.num_ranks > 1 else np.ones(1)

@@ -253,14 +253,13 @@ def _lengths(text: str, argument: str) -> _Draw:
     """Return a function that draws lengths."""
     kind, _, rest = text.partition(":")
     if kind == "lognormal":
-        parts = rest.split(":")
-        if len(parts) != 2:
+        median, mark, sigma = rest.partition(":")
+        if not mark:
             raise InputError(argument, text, "lognormal:MEDIAN:SIGMA, such as lognormal:2k:1.1")
-        median = parse_tokens(parts[0], argument)
-        sigma = parse_number(parts[1], argument, above=0, most=10)
+        mean, log_sd = math.log(parse_tokens(median, argument)), parse_number(sigma, argument, above=0, most=10)
 
         def lognormal(count: int, rng: np.random.Generator) -> Lengths:
-            drawn = np.exp(math.log(median) + sigma * rng.standard_normal(count))
+            drawn = np.exp(mean + log_sd * rng.standard_normal(count))
             return np.clip(np.rint(np.minimum(drawn, MAX_TOKENS)), 1, MAX_TOKENS).astype(np.int64)
 
         return lognormal

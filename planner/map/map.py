@@ -138,18 +138,19 @@ class StrategyMap(Answer):
         best = []
         for _, places in groupby(self._places.items(), key=lambda item: item[0][:2]):
             here = [(place[winner.strategy], winner) for _, place in places if (winner := self._winner(place))]
-            least = min((point for point, _ in here), key=lambda point: point.ttft_s, default=None)
-            if least is not None:
+            if here:
+                least, _ = min(here, key=lambda pair: pair[0].ttft_s)
                 best.append(next(winner for point, winner in here if is_tied(least, point)))
         return best
 
     def _winning(self, place: Place) -> list[MapPoint]:
         """The fastest strategy in a place, then all that may be as fast; one GPU comes first if it is among them."""
-        usable = [point for point in self._exact(place) if point.fits]
-        fastest = min(usable, key=lambda point: point.ttft_s, default=None)
-        near = [point for point in usable if fastest is not None and is_tied(fastest, point)]
-        winner = place[ALONE] if near and place[ALONE] in near else fastest
-        return [] if winner is None else [winner, *(point for point in near if point is not winner)]
+        if not (usable := [point for point in self._exact(place) if point.fits]):
+            return []
+        fastest = min(usable, key=lambda point: point.ttft_s)
+        near = [point for point in usable if is_tied(fastest, point)]
+        winner = place[ALONE] if place[ALONE] in near else fastest
+        return [winner, *(point for point in near if point is not winner)]
 
     def _winner(self, place: Place) -> Winner | None:
         if not (winning := self._winning(place)):

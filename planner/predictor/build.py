@@ -33,8 +33,9 @@ _CONTENDS = 1.01  # strategies are simulated if they are within this factor of t
 _PREFIX_SHARES = (0, 64, 16, 4, 2, 1)  # grid points of the prefix: 0, and the longest prefix over these numbers
 _ERROR, _NEAREST = 0.01, 1.03  # relative interpolation error above which a point is added; least ratio of neighbours
 _EVERY = 6  # every sixth grid point has searched chunks and intervals; both are interpolated between these points
-_SEARCH = 3  # prefills per sample and strategy: the time of a search over that of a grid point
-_REFINED = 1.5  # expected number of grid points after refinement, relative to that before
+_SEARCH = 3  # a search in a sample takes about as long as this number of grid points
+_REFINED = 1.5  # expected ratio of the numbers of grid points after and before refinement
+_CONTENDERS = 3  # expected number of strategies that are nearly the fastest in some sample
 _SEARCHED = ("search", "searched-pieces")  # partition rules with a search per prefill
 
 
@@ -96,8 +97,8 @@ class _Build:
         lengths = sorted({int(length) for length in np.geomspace(self.fewest, self.longest, 5)})
         samples = product(lengths, (0, self.longest // 2), (self.batches[0], self.batches[-1]))
         work = [(_at(scenario, *sample), contending) for sample in samples]
-        searches = _SEARCH * len(contending)
-        results = self._results(_near_the_best, work, searches, then=self._refinements(2) + self._rows(2))
+        later = self._refinements(_CONTENDERS) + self._rows(_CONTENDERS)
+        results = self._results(_near_the_best, work, _SEARCH * len(contending), then=later)
         fast = {name for names in results for name in names}
         if not fast:
             accepted = f"a model that fits in the memory of {scenario.num_gpus} GPUs"
@@ -120,9 +121,7 @@ class _Build:
             for one in strategies
         ]
         rows = self._results(_row, work, len(points))
-        complete = len(rows) // (len(strategies) * shape[1]) * len(strategies) * shape[1]
-        if not complete:
-            raise InputError("time_budget", f"{self.pool.time_budget_s:g}s", "a longer time: no batch is complete")
+        complete = len(rows) - len(rows) % (len(strategies) * shape[1])  # rows of complete batches
         return tuple(
             self._times(one, rows[index : complete : len(strategies)], points) for index, one in enumerate(strategies)
         )
@@ -162,11 +161,14 @@ class _Build:
     ) -> list[_Result]:
         """The results of the calls; fewer if the time budget ends. prefills: prefills per call; `then`: later ones."""
         results, total = list[_Result](), self.done + prefills * len(work) + then
-        for result in self.pool.run(call, work, share=1.0 if call is _row else math.inf):
+        for result in self.pool.run(call, work, share=1.0):
             results.append(result)
             self.done += prefills
             if self.on_progress is not None:
                 self.on_progress(round(self.done), round(total), "prefills")
+        least = len(work) // len(self.batches) if call is _row else len(work)
+        if len(results) < least:
+            raise InputError("time_budget", f"{self.pool.time_budget_s:g}s", "a longer time: no batch is complete")
         return results
 
 
@@ -266,7 +268,7 @@ def _candidates(strategy: Strategy, places: Sequence[Scenario], points: Sequence
 
 
 def _between(low: Candidate, high: Candidate, place: Scenario, weight: float) -> Candidate:
-    """The fastest candidate whose chunks or pieces are interpolated between those of a shorter and a longer prompt."""
+    """Interpolate chunks or pieces between a shorter and a longer prompt; return the fastest candidate."""
     per_rank, partitions = per_rank_scenario(place, low.strategy), list[Partition]()
     tokens = per_rank.request.new_tokens
     if low.strategy.partition_rule == "search":

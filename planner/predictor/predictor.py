@@ -84,13 +84,8 @@ class TtftPredictor(GridFile):
         """
         check_whole("batch", batch, self.batch[0], self.batch[-1], ", the range of the predictor")
         check_whole("ctx", ctx, self.new_tokens[0], self.longest_context, ", the range of the predictor")
-        check_whole(
-            "cached_prefix",
-            cached_prefix,
-            0,
-            min(self.cached_prefix[-1], ctx - self.new_tokens[0]),
-            ", the range of the predictor",
-        )
+        most = min(self.cached_prefix[-1], ctx - self.new_tokens[0])
+        check_whole("cached_prefix", cached_prefix, 0, most, ", the range of the predictor")
         new = ctx - cached_prefix
         if new > self.new_tokens[-1]:
             raise InputError("ctx", ctx, f"at most {self.new_tokens[-1]} tokens that are not cached")
@@ -98,8 +93,8 @@ class TtftPredictor(GridFile):
         places = [(*pair, _around(self.new_tokens, new)) for pair in product(rows, columns)]
         fitting = [one for one in self.strategies if new <= self._most(one, rows, columns, batch)]
         if not fitting:
-            most = int(max(self._most(one, rows, columns, batch) for one in self.strategies))
-            raise InputError("ctx", ctx, f"at most {cached_prefix + most} tokens: more do not fit in the GPUs' memory")
+            most = cached_prefix + int(max(self._most(one, rows, columns, batch) for one in self.strategies))
+            raise InputError("ctx", ctx, f"at most {most} tokens: more do not fit in the GPUs' memory")
         best = min(fitting, key=lambda one: _mean(one.ttft_s, places))
         return TtftEstimate(
             ttft_s=_mean(best.ttft_s, places),
@@ -128,7 +123,7 @@ def load_predictor(path: str | Path, argument: str = "predictor") -> TtftPredict
 
 
 def _around(points: Sequence[int], value: int) -> Around:
-    """The grid points around a value and their weights; without numpy, whose import takes longer than a lookup."""
+    """The grid points around a value, and their weights. An import of numpy would take longer than a lookup."""
     low = bisect_right(points, value) - 1
     if points[low] == value:
         return [(low, 1.0)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -211,7 +212,7 @@ def make_table(
     """
     pool, chosen = pool or Pool(), searched(strategy)
     scenarios = _scenarios(scenario, chosen, gpu_counts, context_lens)
-    drafts = {} if journal is None else {key: one for key, one in drafts_of(journal).items() if key in scenarios}
+    drafts = {} if journal is None else {one.key: one for one in _drafts_of(journal) if one.key in scenarios}
     missing = [key for key in scenarios if key not in drafts]
     random.Random(0).shuffle(missing)  # so that finished and remaining entries take equally long on average
     for draft in pool.run(draft_of, [(scenarios[key], chosen) for key in missing], share=_DRAFTS_SHARE):
@@ -237,10 +238,9 @@ def table_journal(output: str, scenario: Scenario, strategy: str | Strategy) -> 
     return Journal(Path(f"{output}.partial"), about)
 
 
-def drafts_of(journal: Journal) -> dict[tuple[int, int], Draft]:
+def _drafts_of(journal: Journal) -> list[Draft]:
     """The drafts that an interrupted build has searched; raises InputError for an invalid line."""
-    lines = [JsonObject(fields=line, where=f"output {journal.path}") for line in journal.results]
-    return {draft.key: draft for draft in (read(Draft, line) for line in lines)}
+    return [read(Draft, JsonObject(fields=line, where=f"output {journal.path}")) for line in journal.results]
 
 
 def _scenarios(
@@ -252,13 +252,11 @@ def _scenarios(
     if most > least:
         raise InputError("gpus", most, f"at most one GPU per new token, here {least}")
 
-    def at(gpus: int, length: int) -> Scenario:
+    scenarios = {}
+    for gpus, length in product(sorted(set(gpu_counts)), sorted(set(context_lens))):
         asked = replace(scenario.on_gpus(gpus), request=replace(scenario.request, context_len=length))
-        return per_rank_scenario(asked, strategy)
-
-    return {
-        (gpus, length): at(gpus, length) for gpus in sorted(set(gpu_counts)) for length in sorted(set(context_lens))
-    }
+        scenarios[gpus, length] = per_rank_scenario(asked, strategy)
+    return scenarios
 
 
 def _neighbours(drafts: dict[tuple[int, int], Draft]) -> dict[tuple[int, int], tuple[Draft, Draft] | None]:

@@ -24,7 +24,7 @@ from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks
 from planner.uncertainty.sensitivities import UNCOMPARED_KINDS
 
-_ALL = 0.995  # share of an operation's seconds above which only one basis is named
+_WHOLE_SHARE = 0.995  # share of an operation's seconds above which only one basis is named
 _WorkKey = tuple[int, int | None, str]  # rank, layer, name
 
 
@@ -121,7 +121,7 @@ def _in_words(bases: Sequence[Basis], seconds: Array) -> str:
     if whole <= 0:
         return "set by hand"  # the steps of an engine
     ranked = sorted(((taken / whole, basis) for basis, taken in shares.items() if taken > 0), reverse=True)
-    if ranked[0][0] >= _ALL:
+    if ranked[0][0] >= _WHOLE_SHARE:
         return ranked[0][1]
     return ", ".join(f"{max(1, round(100 * share))} % {basis}" for share, basis in ranked)
 

@@ -50,7 +50,7 @@ _SECONDS = {
 }  # host times that each term scales
 _ROOFLINE_FACTOR = 3.0  # a real TTFT may be this many times the datasheet's limit
 _SD_OF_MEAN_ERROR = math.sqrt(math.pi / 2)  # standard deviation over mean absolute error of a normal distribution
-_NOTHING = 1e-9  # change of log TTFT that counts as none
+_LEAST_CHANGE = 1e-9  # smaller changes of log TTFT count as none
 
 ErrorSource = Part | str  # a part of the device's time, or the name of a source that affects several parts
 PartErrors = Mapping[Part, float]  # log_sd of each part that a source changes
@@ -64,7 +64,7 @@ class Sensitivity(NamedTuple):
 
     @classmethod
     def proportional(cls, log_sd: float) -> Sensitivity:
-        """The sensitivity to a source to which TTFT is proportional."""
+        """The sensitivity of a TTFT that is proportional to its source."""
         half_width = DEVIATES_OF_80_PERCENT * log_sd
         return cls(-half_width, half_width)
 
@@ -176,7 +176,7 @@ class _Runs:
             ttft_s = math.exp(self.log_s)
             return Sensitivity(*(math.log1p(one / ttft_s) for one in added_s))
         high = self._log_ttft(source.by(_end(source.log_sd))) - self.log_s
-        low = self._log_ttft(source.by(_end(-source.log_sd))) - self.log_s if abs(high) > _NOTHING else 0.0
+        low = self._log_ttft(source.by(_end(-source.log_sd))) - self.log_s if abs(high) > _LEAST_CHANGE else 0.0
         return Sensitivity(low, high)
 
     @property
@@ -216,17 +216,11 @@ def end_to_end_residual(scenario: Scenario) -> Residual | None:
 
 def engine_sides(scenario: Scenario) -> tuple[float, float] | None:
     """Half-widths of the 80 % interval of log TTFT below and above, from the engine's errors; None: unknown."""
-    if scenario.engine is None or scenario.profile is None:
-        return None
-    return scenario.engine.sides(engine_unknowns(scenario))
-
-
-def engine_unknowns(scenario: Scenario) -> tuple[str, ...]:
-    """Properties of the question that no whole prefill of the engine has."""
     engine, request = scenario.engine, scenario.request
     if engine is None or scenario.profile is None:
-        return ()
-    return engine.unknowns(scenario.model.model_type, scenario.profile.gpu, request.batch * request.new_tokens)
+        return None
+    tokens = request.batch * request.new_tokens
+    return engine.sides(engine.unknowns(scenario.model.model_type, scenario.profile.gpu, tokens))
 
 
 def part_errors(profile: CalibrationProfile, parts: Iterable[Part]) -> dict[ErrorSource, PartErrors]:

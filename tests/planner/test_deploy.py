@@ -144,9 +144,6 @@ def test_what_no_engine_has() -> None:
     ):
         strategies_to_compare(scenario, ("kvr-s", "ring"), engine=only)
     assert [one.name for one in strategies_to_compare(scenario, ("kvr-s", "tp"), engine=only).strategies] == ["tp"]
-    default = strategies_to_compare(scenario, None, engine=only)
-    assert default.limited
-    assert all(only.has(one, scenario) for one in default.strategies)
 
 
 def run(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> tuple[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -77,9 +76,3 @@ def test_a_strategy_that_the_engine_lacks_is_refused(capsys: pytest.CaptureFixtu
     out, err = run(capsys, tmp_path, 2, "--emit", "vllm", "--strategies", "kvr-s", "--group-sizes", "4")
     assert out == ""
     assert err.startswith("kvrsim: error: --strategies: got 'kvr-s', accepted: a strategy that runs on")
-
-
-def test_no_fleet_no_launch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    told: Any = json.loads(run(capsys, tmp_path, 1, "--emit", "vllm", "--slo-ttft", "1ms", "--json")[0])
-    assert told["answer"] is None
-    assert told["question"]["deployable_on"] == ["vllm"]

@@ -34,14 +34,6 @@ def test_scaling_keeps_the_time_and_the_kind_of_requests(factor: float, seed: in
         assert np.bincount(after.context_len).sum() >= len(before)
 
 
-def test_a_summary_has_the_lengths_and_the_gaps() -> None:
-    drawn = workload()
-    summary = drawn.summary()
-    assert summary["requests"] == len(drawn)
-    assert summary["context_tokens"]["max"] == drawn.context_len.max()
-    assert summary["gap_variation"] == pytest.approx(1.0, abs=0.25)
-
-
 @pytest.mark.parametrize(("arrivals", "variation"), [("poisson", 1.0), ("bursty,cv=4", 4.0)])
 def test_gaps_vary_as_asked(arrivals: str, variation: float) -> None:
     drawn = Synthetic.parse(f"{arrivals},rate=5,requests=60000,context=100").draw(np.random.default_rng(1))

@@ -18,14 +18,7 @@ from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
 from kvrsim.scenario import Scenario
 from kvrsim.units import scale
-from planner.table.table import (
-    PartitionTable,
-    QuantizationSteps,
-    TableEntry,
-    TableSetting,
-    load_table,
-    look_up,
-)
+from planner.table.table import PartitionTable, QuantizationSteps, TableEntry, TableSetting, load_table, look_up
 from tests.building import Draws, any_scenario, draws, examples
 from tests.building.models import with_mixers
 

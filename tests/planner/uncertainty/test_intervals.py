@@ -99,14 +99,6 @@ def test_a_machine_that_was_seen_to_vary_makes_it_wider() -> None:
     assert widths[3] > 1.28 * 0.3
 
 
-@pytest.mark.parametrize("asked", [{"ctx": 131072}, {"link_bandwidth": 1e9}])
-def test_outside_of_what_was_measured_it_is_wider(asked: dict[str, Any]) -> None:
-    """Outside of measured ranges, extrapolation is an additional cause, or the links have a larger effect."""
-    inside, outside = above(flash()), above(flash(**asked))
-    assert "extrapolation" not in inside
-    assert outside.get("extrapolation", 0.0) > 0 or outside["links"] > inside["links"]
-
-
 def test_a_roofline_is_a_limit() -> None:
     sure = of(make_scenario(ctx=8192, gpus=4, profile="roofline")[0])
     assert sure.low_s == 1.0
