@@ -129,20 +129,13 @@ def fleet_table(plan: CapacityPlan) -> Table:
     """The answer or the nearest miss, and the alternatives."""
     fleets = [plan.first, *plan.alternatives]
     priced = any(fleet.cost_per_hour is not None for fleet in fleets)
-    rows = Table(
-        columns=[
-            Column(title="fleet"),
-            Column(title="engine"),
-            Column(title="GPUs", number=True),
-            Column(title="p50", number=True, rank=3),
-            Column(title="p95", number=True, rank=2),
-            Column(title="p99", number=True),
-            Column(title="max", number=True, rank=4),
-            Column(title="in target", number=True),
-            Column(title="utilised", number=True, rank=5, hint="Busy share of all GPU time"),
-            *([Column(title="cost/hour", number=True)] if priced else []),
-        ]
+    ranks = {"p95": 2, "p50": 3, "max": 4, "utilised": 5}  # columns that narrow screens leave out
+    titles = ("GPUs", "p50", "p95", "p99", "max", "in target", "utilised", *["cost/hour"] * priced)
+    hints = {"utilised": "Busy share of all GPU time"}
+    numbers = (
+        Column(title=title, number=True, rank=ranks.get(title, 1), hint=hints.get(title, "")) for title in titles
     )
+    rows = Table(columns=[Column(title="fleet"), Column(title="engine"), *numbers])
     for number, fleet in enumerate(fleets):
         times = (fleet.p50_ttft_s, fleet.p95_ttft_s, fleet.p99_ttft_s, fleet.max_ttft_s)
         cost = fleet.total_cost_per_hour
