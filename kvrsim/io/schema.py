@@ -363,7 +363,7 @@ class _Kind:
 
     def read(self, value: Any, path: str, data: JsonObject) -> Any:
         """Return the checked value at a path of an object."""
-        if value is None and (self.optional or self.base is NoneType):
+        if value is None and self.optional:
             return None
         if len(self.options) > 1:
             return self._read_union(value, path, data)
@@ -422,9 +422,8 @@ class _Kind:
         child = data.inner(value, path)
         if self.keys is not None:
             child.only(self.keys)
-        key_kind, value_kind = self.inner
         names = value if self.keys is None else [key for key in self.keys if child.has(key)]
-        return {int(key) if key_kind.base is int else key: value_kind.read(value[key], key, child) for key in names}
+        return {key: self.inner[1].read(value[key], key, child) for key in names}
 
     def _read_union(self, value: Any, path: str, data: JsonObject) -> Any:
         kinds = [_kind(option) for option in self.options]

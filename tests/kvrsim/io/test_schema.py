@@ -46,7 +46,6 @@ class Outer:
     rate: float | None = None
     flag: bool = False
     either: Inner | Other | str | None = None
-    by_count: Mapping[int, float] = field(default_factory=dict)
 
 
 inners = st.builds(
@@ -64,7 +63,6 @@ outers = st.builds(
     rate=st.none() | st.floats(1e-9, 1e9),
     flag=st.booleans(),
     either=st.none() | st.text("abc", min_size=1) | inners | st.builds(Other, depth=st.integers(1, 9)),
-    by_count=st.dictionaries(st.integers(0, 9), st.floats(1e-9, 1e9), max_size=2),
 )
 WHOLE: dict[str, Any] = {"name": "x", "seconds": 0, "inner": [{"rows": [1, 2], "span": [1, 2.5]}]}
 
