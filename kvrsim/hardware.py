@@ -126,9 +126,8 @@ class GpuSpec:
     num_sms: Annotated[int, Range(least=1, most=2**20)]  # streaming multiprocessors; for a CPU: its threads
     source: str  # citation
     memory_source: str | None = None  # citation of memory_bytes; None: as `source`
-    like: str | None = (
-        None  # measured GPU of the same architecture; its rates are scaled by the datasheets; None: no such GPU
-    )
+    # Measured GPU of the same architecture; its rates are scaled by the datasheets; None: no such GPU.
+    like: str | None = None
 
     @classmethod
     def read(cls, data: JsonObject) -> GpuSpec:

@@ -122,13 +122,7 @@ def parse_degrees(name: str, parameter: str = "strategy") -> tuple[Degrees, str 
     pieces: Pieces = "none"
     if "pp" in sizes and not (sizes["pp"] == 1 and scheme):
         pieces = "searched" if words["pp"] else "even"
-    degrees = Degrees(
-        **given,
-        scheme=scheme,
-        pieces=pieces,
-        experts=experts,
-        num_experts_groups=sizes.get(experts),
-    )
+    degrees = Degrees(**given, scheme=scheme, pieces=pieces, experts=experts, num_experts_groups=sizes.get(experts))
     if degrees.data != 1 and not degrees.is_deployable:
         raise InputError(parameter, name, "dpN with tp, pp or cp, which serving engines have")
     return degrees, None if scheme in ENGINE_SCHEMES and "cp" in sizes else scheme

@@ -157,9 +157,8 @@ class _Jitter:
     log_sd: float
     kind: tuple[int, ...]
     roots: list[tuple[int, int]]
-    drawn: dict[tuple[int, ...], list[Array]] = field(
-        default_factory=dict
-    )  # factors by place, in arrays of shape (_BLOCK, samples)
+    # Factors by place, in arrays of shape (_BLOCK, samples).
+    drawn: dict[tuple[int, ...], list[Array]] = field(default_factory=dict)
     generators: dict[tuple[int, ...], list[np.random.Generator]] = field(default_factory=dict)
 
     def __call__(self, place: tuple[int, ...], index: int) -> Array | float:

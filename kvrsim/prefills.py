@@ -19,16 +19,8 @@ if TYPE_CHECKING:
     from kvrsim.kernels.profile import CalibrationProfile
 
 _FRAME = ("pandas:DataFrame", "pandas.core.frame:DataFrame")
-_OF_ROWS = (
-    "ctx",
-    "gpus",
-    "model",
-    "profile",
-    "batch",
-    "cached_prefix",
-    "dtype",
-    "strategy",
-)  # parameters that each row may set; other parameters hold for all rows
+# Parameters that each row may set; other parameters hold for all rows.
+_OF_ROWS = ("ctx", "gpus", "model", "profile", "batch", "cached_prefix", "dtype", "strategy")
 
 
 def _files(value: object, parameter: str) -> list[Any]:

@@ -154,10 +154,8 @@ def share_of(model: ModelSpec, size: int) -> ModelSpec:
     """
     for layer in model.layer_kinds:
         if (mixer := layer.mixer) is not None and not heads_divide(mixer, size):
-            of_queries, of_keys = (
-                ("value heads", "key heads") if isinstance(mixer, Recurrence) else ("heads", "KV heads")
-            )
-            heads = f"the {mixer.num_attention_heads} {of_queries} and {mixer.num_key_value_heads} {of_keys}"
+            names = ("value heads", "key heads") if isinstance(mixer, Recurrence) else ("heads", "KV heads")
+            heads = f"the {mixer.num_attention_heads} {names[0]} and {mixer.num_key_value_heads} {names[1]}"
             raise InputError("strategies", f"tp{size}", f"groups that {heads} of {model.name} divide into")
     shares = {layer: _layer_share(layer, size) for layer in model.layer_kinds}
     return replace(

@@ -15,18 +15,7 @@ from kvrsim.strategies.pipeline import PIPELINE, PIPELINE_SEARCHED
 from kvrsim.strategies.ring import RING, STRIPED, ZIGZAG_RING
 from kvrsim.strategies.ulysses import ULYSSES
 
-__all__ = [
-    "KVR_S",
-    "STRATEGIES",
-    "Step",
-    "Strategy",
-    "chain_like",
-    "get_strategy",
-    "hybrid_names",
-    "label_of",
-    "searched",
-    "sizes_names",
-]
+__all__ = ["KVR_S", "STRATEGIES", "Step", "Strategy", "get_strategy"]
 
 STRATEGIES = {
     strategy.name: strategy
@@ -36,13 +25,8 @@ STRATEGIES = {
         *(TENSOR_PARALLEL, PIPELINE, PIPELINE_SEARCHED),
     )
 }
-_IN_HYBRIDS = (
-    "kvr-s",
-    "ring",
-    "zigzag",
-    "pp",
-    "pp-s",
-)  # strategies in the hybrids of `all`; users may name others, except single and tp
+# Strategies in the hybrids of `all`; users may name others, except single and tp.
+_IN_HYBRIDS = ("kvr-s", "ring", "zigzag", "pp", "pp-s")
 
 
 def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
