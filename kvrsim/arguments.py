@@ -487,14 +487,14 @@ class MeasuredArgs(ScenarioArgs):
     gpus: Any = entry(_many, 2)
 
 
-OF_REQUESTS = {  # a workload's requests have their own values
+OF_REQUESTS = {  # arguments that `capacity` does not take, because each request has its own value
     **{"ctx": 1, "gpus": 1, "batch": 1, "cached_prefix": 0, "prefix_placement": "all"},
     **{"expert_parallel": False, "expert_imbalance": None},
 }
 
 
 class PredictorArgs(DeploymentArgs):
-    """A scenario of the largest context and batch that a predictor answers for.
+    """The model and the machine of a predictor, and its largest context and batch.
 
     Question
     --------

@@ -19,14 +19,12 @@ PrefixPlace = Literal["all", "sharded", "host", "remote"]  # where the K and V o
 PREFIX_PLACEMENTS: tuple[PrefixPlace, ...] = get_args(PrefixPlace)
 PrefixAccess = Literal["whole", "pass-kv"]  # how ranks attend to a cached prefix (kvrsim/kernels/prefix.py)
 
-Device = Literal["auto", "cpu", "cuda"]
-DEVICES: tuple[Device, ...] = get_args(Device)
+DEVICES = ("auto", "cpu", "cuda")
 
 RankBackend = Literal["gloo", "nccl"]  # backends of torch.distributed
 RANK_BACKENDS: tuple[RankBackend, ...] = get_args(RankBackend)
 
-Method = Literal["auto", "analytical", "grid"]  # search method of a partition
-METHODS: tuple[Method, ...] = get_args(Method)
+METHODS = ("auto", "analytical", "grid")  # search methods of a partition
 
 DeployEngine = Literal["vllm", "sglang", "trtllm"]  # engines that `--emit` supports
 DEPLOY_ENGINES: tuple[DeployEngine, ...] = get_args(DeployEngine)
@@ -34,11 +32,9 @@ DEPLOY_ENGINES: tuple[DeployEngine, ...] = get_args(DeployEngine)
 Executor = Literal["batch", "event"]
 EXECUTORS: tuple[Executor, ...] = get_args(Executor)
 
-PoolBackend = Literal["loky", "dask", "ray"]  # backends of joblib; "loky" starts processes on this machine
-POOL_BACKENDS: tuple[PoolBackend, ...] = get_args(PoolBackend)
+POOL_BACKENDS = ("loky", "dask", "ray")  # of joblib; "loky" starts processes on this machine
 
-FleetObjective = Literal["gpus", "cost"]  # what a capacity plan minimises
-FLEET_OBJECTIVES: tuple[FleetObjective, ...] = get_args(FleetObjective)
+FLEET_OBJECTIVES = ("gpus", "cost")  # quantities that a capacity plan can minimise
 
 
 MAP_STRATEGIES = ("single", "tsp", "kvr-s", "ring", "zigzag", "tp", "pp")  # default strategies of a map

@@ -147,7 +147,7 @@ def _completion(name: str, metavar: str, _context: object, _parameter: object, i
 def writable(value: object, parameter: str) -> str:
     """Check that a file can be written, before the work starts."""
     path = str(value)
-    if path.startswith("-"):  # "-", which is standard output in other programs, or the next option
+    if path.startswith("-"):  # the user means standard output, or has forgotten the value
         raise InputError(parameter, path, f"a file; ./{path} is one of this name")
     from kvrsim.io.files import check_writable
 

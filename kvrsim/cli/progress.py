@@ -57,7 +57,7 @@ class Progress:
         return time.monotonic() - self._started_s
 
     def __call__(self, done: float, total: float | None, text: str) -> None:
-        """Show the finished part of a total (None: unknown), with a text."""
+        """Show the work that is done, its total (None: unknown), and a text."""
         with self._lock:
             if text != self._state[2]:
                 self._since_s = self.elapsed_s

@@ -1,6 +1,6 @@
 """Text for people: tables, labelled facts and trees on a terminal, and the phrases that several commands share.
 
-Style codes are left out where the output is no terminal.
+Style codes are printed on a terminal only.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class OnFirstUse:
 
 
 class Displayed:
-    """A result with a view: a module with its `figure`, `page` and `summary`, which is loaded on first use."""
+    """A result with a view, the module of its `figure`, `page` and `summary`. The module is loaded on first use."""
 
     __slots__ = ()
     view: ClassVar[str]
@@ -229,7 +229,7 @@ class SimResult(StrategyPrediction, Answer):
     interval_causes: Mapping[str, tuple[float, float]]  # change of TTFT at the ends of the 80 % interval of each cause
     timeline: Timeline | None = field(default=None, repr=False, compare=False)  # spans; only from the event executor
     breakdown: Breakdown | None = field(default=None, repr=False)
-    noise: Noise | None = None  # noise in `ttft_s` and `per_rank`, which are those of one sample
+    noise: Noise | None = None  # noise; `ttft_s` and `per_rank` are those of one sample
     noisy: Distribution | None = None  # TTFTs of all samples
     users: ClosedLoop | None = None  # closed-loop users of `mean_ttft_s`
 
@@ -258,7 +258,7 @@ class PipelineBound:
 
     lower_bound_s: float  # proven bound, seconds
     gap: float  # TTFT / lower_bound_s - 1
-    gap_as_chosen: float  # the gap at the step time for which the pieces were chosen
+    gap_as_chosen: float  # gap of the search, which gives every step the mean time of a step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -325,7 +325,7 @@ class SearchReport:
     method: str  # search method of KVR-S: "auto", "analytical" or "grid"
     evaluations: int  # number of simulated partitions
     seconds: float
-    limit: int | None = None  # number of partitions at which a search on a bus ended early; None: none did
+    limit: int | None = None  # number of partitions at which a search on a bus ended early; None: no search did
     unsearched: tuple[str, ...] = ()  # strategies that could be the best but exceed the budget; likeliest first
 
 

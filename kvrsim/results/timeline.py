@@ -199,7 +199,7 @@ class _Stream:
         self.ends = [end for _, end in self.spans]
 
     def from_(self, moment_ns: int) -> int | None:
-        """First time from `moment_ns` on that is inside a span; None: the rank has finished."""
+        """Return the first time at or after `moment_ns` at which the rank works; None: it has finished."""
         place = bisect_right(self.ends, moment_ns)
         return None if place == len(self.spans) else max(moment_ns, self.spans[place][0])
 

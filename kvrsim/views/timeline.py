@@ -41,7 +41,7 @@ class LabelledTimeline:
 
 
 def gantt_section(*, several: bool) -> Section:
-    """Section of the chart, its keyboard keys and a table of times. several: a reader selects two timelines to show."""
+    """Section of the chart, its keyboard keys and a table of times; of several timelines, the reader selects two."""
     chart = tag("div", id="gantt", class_="chart")
     times = tag("details", tag("summary", "Seconds by rank and kind"), tag("div", id="times"))
     title = "Timelines" if several else "Timeline"

@@ -164,7 +164,7 @@ def about(name: str) -> dict[str, Any]:
 
 
 def _words(strategy: Strategy) -> Mapping[str, Any]:
-    """Texts from data/strategies.json; a hybrid takes those of the strategy between its groups."""
+    """Texts of a strategy from data/strategies.json; those of tp2+ring are the texts of ring."""
     from kvrsim.io.schema import JsonObject
 
     shipped: Mapping[str, Any] = JsonObject.read(_WORDS, "strategies").fields

@@ -1,4 +1,4 @@
-"""`kvrsim map`: which strategy on how many GPUs is the fastest, over contexts and bandwidths."""
+"""`kvrsim map`: the fastest strategy and number of GPUs for each context and bandwidth."""
 
 from __future__ import annotations
 
