@@ -417,7 +417,7 @@ class _Reader:
 
     def _layer(self, place: str, module: nn.Module) -> list[LayerSpec]:
         """Describe a layer. A layer with several mixers becomes one layer per mixer, in their order."""
-        order = self.trace.order
+        order, hidden = self.trace.order, self.config.hidden_size
         if place not in order:
             self.notes.append("layers that a prefill of text does not run are counted by their parameters alone")
             other = self._count(module)
@@ -433,13 +433,9 @@ class _Reader:
         parts = {name: one for name, one in layer.named.items() if not any(_inside(name, mixer) for mixer in mixers)}
         numbers = {name: sum(order.get(f"{place}.{name}", 0) >= starts[one] for one in mixers[1:]) for name in parts}
         inner = [name for name, one in parts.items() if re.search("HyperConnection|AltUp|Router", type(one).__name__)]
-        norms = [
-            name
-            for name, one in parts.items()
-            if name in runs and name.rpartition(".")[0] not in inner
-            if self._is_norm(one)
-            and next((int(weight.shape[0]) for weight in one.parameters()), 0) in (0, self.config.hidden_size)
-        ]
+        norms = [name for name, one in parts.items() if name in runs and self._is_norm(one)]
+        widths = {name: next((int(weight.shape[0]) for weight in parts[name].parameters()), 0) for name in norms}
+        norms = [one for one in norms if widths[one] in (0, hidden) and one.rpartition(".")[0] not in inner]
         passes = self._hyper(place, parts)
         specs = []
         for index in range(max(1, len(mixers))):
@@ -453,6 +449,9 @@ class _Reader:
                     norms_after_mixer=len(own) - before + passes,
                 )
             )
+        for spec in specs:
+            names = {gemm.name for gemm in (*spec.matrices, *spec.mlp)}
+            self._describe(weight for name, weight in layer.weights.items() if name in names)
         matrices = sum(spec.num_parameters for spec in specs)
         specs[-1] = replace(specs[-1], other_parameters=self._count(module) - matrices)
         return specs
@@ -476,7 +475,6 @@ class _Reader:
                     bias=key == "weight" and _bias(one) is not None,
                     groups=prod(groups),
                 )
-        self._describe(layer.weights.values())
         return layer
 
     def _when(self, layer: _Layer, name: str) -> int:
@@ -489,10 +487,12 @@ class _Reader:
         output, and writes all streams: 4 hc_mult + 2 passes. They replace the 3 passes of a residual addition. A norm
         is two passes.
         """
-        if not any(_STREAMS.search(type(module).__name__) for module in parts.values()):
+        streams = [module for module in parts.values() if _STREAMS.search(type(module).__name__)]
+        if not streams:
             return 0
         self.notes.append(HYPER)
-        self._explained.append(place)  # products that mix the streams
+        self.trace.others.pop(place, None)  # products that mix the streams
+        self._describe(weight for module in streams for weight in module.parameters())
         return int(4 * (_number("streams", self.config) or 1) - 1) // 2
 
     # MLPs and experts
@@ -532,6 +532,7 @@ class _Reader:
         if theirs not in (0 if _within(layer.gemms, cube) else top_k * ours, count * ours):  # some run all experts
             _equal(f"FLOPs of {cube}", top_k * ours, theirs)
         self._explained.append(place)
+        self._describe(experts.parameters())  # these products run if a class runs all experts for all tokens
         return LayerSpec(
             mixer=None,
             mlp=mlp,
