@@ -367,7 +367,10 @@ class Kind:
 def _numbers(
     usual: Mapping[str, int], structure: Set[str], changed: Set[str], draw: random.Random
 ) -> Iterator[dict[str, int]]:
-    """Numbers to try: all multiplied by random factors, then each unchanged one doubled, together with another one."""
+    """Yield numbers to try: first all of them times random factors, then each that has not changed yet, doubled.
+
+    A doubled number comes with half or twice another one, since classes refuse some numbers alone.
+    """
     for attempt in range(24):
         choices = ((2,), (1,) * 9 + (2,), (1, 2), (1,) * 9 + (3,), (1, 1, 2, 3), (1, 1, 1, 2))[attempt % 6]
         numbers = {key: value * draw.choice(choices) for key, value in usual.items()}

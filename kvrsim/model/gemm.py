@@ -36,7 +36,7 @@ class Quantization:
     """Quantisation of a model's weights and KV cache, from a file or a request for FP8."""
 
     method: str  # name in the file, such as "awq"
-    formats: tuple[WeightFormat, ...]  # formats of the matrices; empty for a method that kvrsim does not know
+    formats: tuple[WeightFormat, ...]  # formats of the matrices; empty if only the cache is quantised
     kv_cache_bits: int | None = None  # bits per element of the KV cache; None: those of the request's dtype
 
     def describe(self) -> str:

@@ -18,20 +18,11 @@ from typing import Any
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import JsonObject, parse_json
+from kvrsim.model import template
 from kvrsim.model.mixers import Attention
 from kvrsim.model.quantization import read_quantization
 from kvrsim.model.spec import ModelSpec
-from kvrsim.model.template import (
-    MAX_LAYERS,
-    MAX_WIDTH,
-    adapted,
-    fill,
-    freeze,
-    model_type_data,
-    remote_type,
-    thaw,
-    translated,
-)
+from kvrsim.model.template import MAX_LAYERS, MAX_WIDTH, freeze, model_type_data, thaw
 
 FURTHER_TOKENS = "the layers that predict further tokens are left out: a prefill does not run them"
 _TUNED = re.compile(r"(-(instruct|chat|base|hf|it|v0\.1))+$")  # suffixes of checkpoints that share a shape
@@ -212,14 +203,14 @@ def _dtype_of(config: JsonObject) -> str | None:
 
 def read_type(config: JsonObject, name: str) -> ModelSpec:
     """Read the model with the data of its type, or from its class if the data do not cover it."""
-    plain = translated(config)
+    plain = template.translated(config)
     data = model_type_data(plain.text("model_type"))
     if data is not None and not plain.has("num_key_value_heads"):
         usual, heads = data["defaults"].get("num_key_value_heads"), plain.fields.get("num_attention_heads")
         if isinstance(usual, int) and isinstance(heads, int) and heads % usual:  # no groups: one KV head per head
             plain = replace(plain, fields={**plain.fields, "num_key_value_heads": heads})
-    model = None if data is None else fill(data, plain, name, own="as" not in remote_type(config))
-    return adapted(config, _from_class(plain, name) if model is None else model)
+    model = None if data is None else template.fill(data, plain, name, own="as" not in template.remote_type(config))
+    return template.adapted(config, _from_class(plain, name) if model is None else model)
 
 
 def _reader() -> Any:

@@ -36,15 +36,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from kvrsim.model.gemm import Gemm, Split
-from kvrsim.model.mixers import (
-    Attention,
-    CompressedAttention,
-    Indexer,
-    LatentAttention,
-    Mixer,
-    Recurrence,
-    RecurrenceKind,
-)
+from kvrsim.model.mixers import Attention, CompressedAttention, Indexer, LatentAttention, Mixer, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 
 TOKENS = 16  # tokens of the prefill that the reader runs
@@ -72,9 +64,7 @@ _QUERIES = re.compile(r"^(?:project_|W)?(?:q|query)(?:_proj|_lin)?$")
 _KEYS_VALUES = re.compile(r"^(?:project_|W)?(?:k|v|key|value)(?:_proj|_lin)?$")
 _GATES = re.compile(r"gate|^g_proj$")
 _SERVES_ALL = re.compile(r"latent|routed_expert")  # projections to the width of routed experts and back
-_MIXERS = re.compile(
-    r"Attention(?!.*Layer)|Attn|Mixer(?!.*Layer)|RecurrentBlock|LSTMLayer|MambaLayer|DeltaNet|ShortConv"
-)
+_MIXERS = re.compile("(Attention|Mixer)(?!.*Layer)|Attn|RecurrentBlock|LSTMLayer|MambaLayer|DeltaNet|ShortConv")
 _STREAMS = re.compile("HyperConnection|HyperHead|AltUp")  # classes with weights of residual streams
 
 
@@ -255,7 +245,7 @@ def read_class(keys: Mapping[str, Any], name: str) -> ModelSpec:
 
 
 def _symbol(value: int, *candidates: Any) -> int:
-    """The first candidate that equals the value, which may be a symbol."""
+    """The first candidate that equals the value, else the value; a candidate may be a symbol."""
     return next((one for one in candidates if type(one) is not bool and isinstance(one, int) and one == value), value)
 
 
@@ -441,14 +431,9 @@ class _Reader:
         for index in range(max(1, len(mixers))):
             own = [name for name in norms if numbers[name] == index]
             before = sum(order[f"{place}.{name}"] < starts[mixers[index]] for name in own) if mixers else 0
-            specs.append(
-                replace(
-                    self._mlp(layer, {name: one for name, one in parts.items() if numbers[name] == index}),
-                    mixer=self._mixer(layer, mixers[index]) if mixers else None,
-                    norms_before_mixer=before + passes,
-                    norms_after_mixer=len(own) - before + passes,
-                )
-            )
+            spec = self._mlp(layer, {name: one for name, one in parts.items() if numbers[name] == index})
+            spec = replace(spec, norms_before_mixer=before + passes, norms_after_mixer=len(own) - before + passes)
+            specs.append(replace(spec, mixer=self._mixer(layer, mixers[index]) if mixers else None))
         for spec in specs:
             names = {gemm.name for gemm in (*spec.matrices, *spec.mlp)}
             self._describe(weight for name, weight in layer.weights.items() if name in names)
@@ -608,7 +593,7 @@ class _Reader:
         module = layer.module
         kept = getattr(self._cached(module), "recurrent_states", None)
         states = [one for one in (kept.values() if isinstance(kept, dict) else kept or ()) if one is not None]
-        if states and (decays or "Attention" not in type(module).__name__):  # two mixers share this cache
+        if states and (decays or "Attention" not in type(module).__name__):  # a layer with two mixers has one cache
             return states
         states = [one.recurrent_states for one in module.modules() if hasattr(one, "recurrent_states")]
         number, linear = _number("layer_idx", module), getattr(self.trace.cache, "linear_cache", ())
@@ -746,7 +731,7 @@ class _Reader:
         module, name = layer.module, layer.name
         output = layer.gemm(layer.last, "rows")
         elements = sum(one.numel() for one in states)
-        kind: RecurrenceKind
+        kind: Any
         named: tuple[str, ...] = ()
         if hasattr(module, "num_k_heads"):
             kind, named = "gated_delta", ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
@@ -766,6 +751,7 @@ class _Reader:
             state = max(1, elements // int(width))  # a short convolution is a scan with one element per channel
             state = _symbol(state, *(value for value in vars(module).values() if isinstance(value, int)))
             sizes = [heads or 1, heads or width, state, width // (heads or width)]
+        widths = dict(zip(("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"), sizes, strict=True))
         if states and 100 * abs(prod(sizes[1:]) - elements) > elements:
             _equal(f"elements of the state of {name}", prod(sizes[1:]), elements)
         convolution = next((one for one in module.modules() if isinstance(one, nn.Conv1d)), None)
@@ -776,10 +762,7 @@ class _Reader:
             output=(output,),
             conv_channels=getattr(module, "conv_dim", channels),
             conv_kernel=getattr(module, "conv_kernel_size", kernel),
-            num_key_heads=sizes[0],
-            num_value_heads=sizes[1],
-            key_head_dim=sizes[2],
-            value_head_dim=sizes[3],
+            **widths,
         )
 
 

@@ -223,7 +223,7 @@ def _order(
     if {*order["by"]} & {*lists}:
         return None
     first, cycle = order["first"], order["cycle"]
-    if first and isinstance(first[-1], str):  # a kind, and the key of the number of its layers
+    if first and isinstance(first[-1], str):  # [kind, key]: the key gives the number of first layers of this kind
         first = [first[0]] * numbers[first[-1]]
     if not cycle:
         return first if len(first) == count else None
