@@ -4,7 +4,7 @@
 Other builders follow this pattern. Their ranges are wider than those of machines on sale.
 """
 
-from tests.building.drawing import Drawn, Draws, draws, log, maybe, strategy_of
+from tests.building.drawing import Drawn, Draws, draws, log, maybe, strategy_of, tokens
 from tests.building.effort import examples
 from tests.building.machines import any_cluster, any_gather_rates, any_gpu, any_link, clusters, gpus, plain
 from tests.building.models import any_model, models, products_of, weights_of

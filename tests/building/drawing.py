@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from hypothesis import currently_in_test_context, note
 from hypothesis import strategies as st
 
@@ -82,3 +84,8 @@ def maybe(rng: Draws, usual: T, draw: Callable[[], T]) -> T:
 def log(rng: Draws, low: float, high: float) -> float:
     """A number between 10^low and 10^high whose logarithm is uniform."""
     return float(10 ** rng.uniform(low, high))
+
+
+def tokens(*values: float) -> npt.NDArray[np.float64]:
+    """An array of numbers of tokens, as costs take."""
+    return np.array(values, dtype=float)

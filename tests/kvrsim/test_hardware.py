@@ -32,8 +32,8 @@ from kvrsim.hardware import (
 )
 from kvrsim.kernels.tensor_parallel import group_of
 from kvrsim.model.load import load_model
-from kvrsim.program import AllGather, Array, Program
-from tests.building import any_cluster
+from kvrsim.program import AllGather, Program
+from tests.building import any_cluster, tokens
 
 GPU = {"name": "mine", "memory_bytes": 24e9, "hbm_bytes_per_s": 1e12, "peak_flops": {"fp16": 1e14}, "num_sms": 64}
 LINK = {"name": "wire", "bandwidth_bytes_per_s": 1e9, "latency_s": 0}
@@ -288,10 +288,6 @@ def test_collectives_are_as_measured_where_single_messages_are_not() -> None:
     assert scenario.cluster.link.all_reduce == scenario.profile.links.all_reduce
     assert scenario.cluster.link.bandwidth_bytes_per_s == load_cluster("b200-nvlink5").link.bandwidth_bytes_per_s
     assert any(note.startswith("links: nominal figures of nvlink5 for single messages") for note in notes)
-
-
-def tokens(*values: float) -> Array:
-    return np.array(values, dtype=float)
 
 
 TWO_PROTOCOLS = GatherRates(

@@ -24,12 +24,7 @@ from kvrsim.model.mixers import Attention
 from kvrsim.program import Array, RingPass, beside_message_s
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
-from tests.building import Draws, any_partition, any_scenario, draws, examples
-
-
-def tokens(*values: float) -> Array:
-    return np.array(values, dtype=float)
-
+from tests.building import Draws, any_partition, any_scenario, draws, examples, tokens
 
 STEPS = FlashRates(  # one second per step, no other costs
     tile_rows=64,

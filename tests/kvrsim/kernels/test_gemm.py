@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Tile, merged
-from kvrsim.program import Array
-
-
-def tokens(*values: float) -> Array:
-    return np.array(values, dtype=float)
-
+from tests.building import tokens
 
 # A wave of four tiles takes 2 x 64 x 128 x 128 x 4 FLOPs at 2^20 FLOP/s: eight seconds.
 WIDE = Tile(rows=128, cols=128, flops_share=1.0, start_s=0.0)

@@ -29,15 +29,11 @@ from kvrsim.kernels.gemm import GemmRates, Product, Tile
 from kvrsim.kernels.layer import LayerCosts
 from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program import Array, Compute
+from kvrsim.program import Compute
 from kvrsim.scenario import Request, Scenario
 from kvrsim.strategies import STRATEGIES
-from tests.building import Draws, any_cluster, any_profile, any_scenario, draws, examples
+from tests.building import Draws, any_cluster, any_profile, any_scenario, draws, examples, tokens
 from tests.kvrsim.kernels.test_attention import STEPS
-
-
-def tokens(*values: float) -> Array:
-    return np.array(values, dtype=float)
 
 
 def flops_alone(flops_per_s: float) -> GemmRates:

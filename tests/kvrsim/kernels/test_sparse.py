@@ -23,13 +23,8 @@ from kvrsim.kernels.sparse import (
 )
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import Attention, CompressedAttention, Indexer
-from kvrsim.program import Array
 from kvrsim.units import scale
-
-
-def tokens(*values: float) -> Array:
-    return np.array(values, dtype=float)
-
+from tests.building import tokens
 
 CALL = SparseCall(
     chunk=tokens(100.0),

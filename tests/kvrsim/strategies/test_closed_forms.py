@@ -70,13 +70,8 @@ class Layer:
     def _output_s(self, element_bytes: float, tokens: Array | None = None) -> float:
         spec = self.scenario.model
         queries = number(self.tokens if tokens is None else tokens)
-        return (
-            queries
-            * spec.num_attention_heads
-            * spec.head_dim
-            * element_bytes
-            / self.scenario.cluster.gpu.hbm_bytes_per_s
-        )
+        elements = queries * spec.num_attention_heads * spec.head_dim
+        return elements * element_bytes / self.scenario.cluster.gpu.hbm_bytes_per_s
 
     def attention(self, start: float, tokens: float | None = None) -> float:
         queries = self.tokens if tokens is None else np.array([tokens])
@@ -176,13 +171,8 @@ def test_tensor_parallel(model: str, gpus: int, ctx: int, bandwidth: str) -> Non
     all_reduce = 2 * (gpus - 1) * (link.latency_s + hidden / gpus / link.bandwidth_bytes_per_s)
     seconds = all_reduce + _around_tensor_parallel(scenario)
     for kind in spec.layers:
-        weights = (
-            sum(
-                part.in_features * part.out_features
-                for part in (*kind.mixer.projections, *kind.mixer.output, *kind.mlp)
-            )
-            / gpus
-        )
+        matrices = (*kind.mixer.projections, *kind.mixer.output, *kind.mlp)
+        weights = sum(part.in_features * part.out_features for part in matrices) / gpus
         seen = min(ctx, kind.mixer.sliding_window or ctx)
         pairs = seen * seen / 2 + (ctx - seen) * seen
         seconds += 2 * ctx * weights / peak + 4 * spec.num_attention_heads / gpus * spec.head_dim * pairs / peak
