@@ -171,9 +171,7 @@ class FleetSimulator:
         ttft_s = np.concatenate([run.ttft_s for run in runs])
         interval = self.interval(fleet, runs) if self.request.sure and has_interval else None
         in_time = int((ttft_s <= target.slo_s).sum())
-        meets = len(ttft_s) - in_time <= self.allowed
-        if self.request.sure:
-            meets = meets and interval is not None and interval.safe
+        safe = not self.request.sure or (interval is not None and interval.safe)
         horizon_s, busy_gpu_s = sum(run.horizon_s for run in runs), sum(run.busy_gpu_s for run in runs)
         by_percentile = {
             percent: percentile_of(ttft_s, percent) for percent in sorted({*_PERCENTILES, target.percentile})
@@ -181,7 +179,7 @@ class FleetSimulator:
         return FleetAnswer(
             num_gpus=gpus_of(fleet),
             groups=tuple(self._group(group, index, runs) for index, group in enumerate(fleet)),
-            meets=meets,
+            meets=len(ttft_s) - in_time <= self.allowed and safe,
             p50_ttft_s=by_percentile[50],
             p95_ttft_s=by_percentile[95],
             p99_ttft_s=by_percentile[99],

@@ -347,8 +347,7 @@ def read_trace(path: str, argument: str = "requests", names: Mapping[str, str] |
 
 
 def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, str]) -> Workload:
-    rows = array("d")  # line number, arrival in seconds, tokens of context, output and cached prefix
-    count = 0
+    rows, count = array("d"), 0  # line number, arrival in seconds, tokens of context, output and cached prefix
     lines = _bounded(file, source)
     first = next(lines, "")
     read = _json_records if first.lstrip().startswith("{") else _csv_records
@@ -489,12 +488,11 @@ def _tokens(value: Any, where: str) -> float:
 
 def _workload(name: str, kind: str, rows: Array, source: str) -> Workload:
     """Repair the rows of _read_lines, and return the requests with notes on the repairs."""
-    notes = []
-    in_range = (rows[:, 1] >= 0) & (rows[:, 1] <= _MAX_ARRIVAL_S)
-    if not in_range.all():
-        line, arrival_s = rows[int(in_range.argmin()), :2]
-        where = f"{source}: line {line:.0f}"
-        raise InputError(where, f"arrival {arrival_s:g} s", f"seconds from 0 to {_MAX_ARRIVAL_S:g}")
+    notes, is_valid = list[str](), (rows[:, 1] >= 0) & (rows[:, 1] <= _MAX_ARRIVAL_S)
+    if not is_valid.all():
+        line, arrival_s = rows[int(is_valid.argmin()), :2]
+        accepted = f"seconds from 0 to {_MAX_ARRIVAL_S:g}"
+        raise InputError(f"{source}: line {line:.0f}", f"arrival {arrival_s:g} s", accepted)
     empty = rows[:, 2] < 1
     if empty.all():
         raise InputError(source, "no context of at least 1 token", "requests with a context")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -106,8 +107,7 @@ def sensitivities(scenario: Scenario, strategy: Strategy, partition: Partition) 
     profile = scenario.profile
     if profile is None:
         return _ROOFLINE
-    by_source: dict[ErrorSource, Sensitivity] = {}
-    in_differences: dict[ErrorSource, Sensitivity] = {}
+    by_source, in_differences = dict[ErrorSource, Sensitivity](), dict[ErrorSource, Sensitivity]()
     runs = _Runs(scenario, strategy, partition)
     residual, sides, engine = end_to_end_residual(scenario), engine_sides(scenario), scenario.engine
     whole = engine is not None and engine.fit is not None and bool(engine.fit.widths)  # fitted to prefills of all kinds
@@ -271,7 +271,7 @@ def _software(scenario: Scenario, strategy: Strategy) -> Iterator[StartupDelay |
         elif term in _SECONDS and (term != "collective_s" or scenario.group is not None):
             seconds = {name: getattr(host, name) for name in _SECONDS[term]}
             if any(seconds.values()):
-                yield Perturbation(_SOURCES[term], log_sd, _slower_host(scenario, seconds))
+                yield Perturbation(_SOURCES[term], log_sd, partial(_with_slower_host, scenario, seconds))
 
 
 def _term_errors(scenario: Scenario) -> Mapping[str, float]:
@@ -281,12 +281,9 @@ def _term_errors(scenario: Scenario) -> Mapping[str, float]:
     return {} if fit is None else {"layer_s": fit.log_sd}
 
 
-def _slower_host(scenario: Scenario, seconds: Mapping[str, float]) -> Callable[[float], Scenario]:
-    def by(factor: float) -> Scenario:
-        longer = {name: value * factor for name, value in seconds.items()}
-        return scenario.with_host(replace(scenario.host, **longer))
-
-    return by
+def _with_slower_host(scenario: Scenario, seconds: Mapping[str, float], factor: float) -> Scenario:
+    longer = {name: value * factor for name, value in seconds.items()}
+    return scenario.with_host(replace(scenario.host, **longer))
 
 
 def _links(scenario: Scenario) -> Perturbation:

@@ -70,9 +70,3 @@ def test_a_group_of_an_engine_runs_one_strategy() -> None:
     assert all(engine.has(get_strategy(name), scenario) for name in layouts)
     assert "single" not in layouts
     assert "kvr-s" not in StrategyPolicy(engines=(engine,)).left_out(scenario)
-
-
-def test_a_strategy_that_the_engine_lacks_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out, err = run(capsys, tmp_path, 2, "--emit", "vllm", "--strategies", "kvr-s", "--group-sizes", "4")
-    assert out == ""
-    assert err.startswith("kvrsim: error: --strategies: got 'kvr-s', accepted: a strategy that runs on")

@@ -196,13 +196,6 @@ def test_a_trace_without_end_is_refused_at_the_limit(monkeypatch: pytest.MonkeyP
         read_trace(written(tmp_path, head + 2000 * row + "nonsense that is never read\n"))
 
 
-def test_lognormal_lengths() -> None:
-    spec = "poisson,rate=1,requests=50000,context=lognormal:1k:0.8,max=1m"
-    drawn = Synthetic.parse(spec).draw(np.random.default_rng(3))
-    assert np.median(drawn.context_len) == pytest.approx(1024, rel=0.02)
-    assert np.log(drawn.context_len).std() == pytest.approx(0.8, rel=0.02)
-
-
 def test_columns_are_read_by_the_names_given(tmp_path: Path) -> None:
     path = written(tmp_path, GATEWAY.replace("ts", "when").replace("prompt_tokens", "size"))
     assert Source.of(path, columns="timestamp=when,context=size").workload(0).context_len.tolist() == [100, 300]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
@@ -106,15 +105,6 @@ def test_what_does_not_fit_does_not_win() -> None:
     nothing = map_of({"single": [9.0], "tsp": [5.0]}, fits={"single": False, "tsp": False})
     assert (list(nothing.winners()), list(nothing.best())) == ([], [])
     assert [point.strategy for point in nothing.nearest()] == ["tsp"]
-
-
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([*ARGUMENTS, "--json"]) == 0
-    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert {"model", "points", "winners", "best", "break_even", "warnings"} <= set(answer)
-    assert len(answer["winners"]) == 4 * 2 * 2
-    assert len(answer["best"]) == 4 * 2
-    assert len(answer["points"]) == 4 * 2 * 2 * 7
 
 
 def test_a_place_without_a_token_for_every_gpu_costs_only_itself(capsys: pytest.CaptureFixture[str]) -> None:
