@@ -15,7 +15,7 @@ import pytest
 from kvrsim.cli import main as cli
 from kvrsim.errors import EXIT_NOT_WRITTEN
 from kvrsim.strategies import STRATEGIES
-from tests.building.commands import answer, screen
+from tests.building.commands import answer
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAN = ("plan", "--gpus", "2", "--ctx", "512")
@@ -58,17 +58,6 @@ def test_simulate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     for rank in result["per_rank"]:
         assert {"compute_s", "wait_s", "sent_bytes", "peak_bytes"} <= set(rank)
         assert math.isclose(rank["compute_s"] + rank["wait_s"], result["ttft_s"], rel_tol=0.1)
-
-
-def test_nothing_fits_exits_with_1_and_says_what_is_too_much(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--gpus", "2", "--ctx", "64k", "--model", "llama-30b", "--strategies", "tsp,kvr-e"]
-    plan = answer(capsys, *arguments, code=1)
-    assert plan["best"] is None
-    assert (plan["nearest"]["strategy"], plan["nearest"]["fits"]) == (plan["shortfall"]["strategy"], False)
-    shown = " ".join(screen(capsys, *arguments, "--explain", code=1).split())
-    assert "memory: limit 72.0 GiB a GPU, 0.9 of its 80.0 GiB (--memory-fraction) kvr-e, rank" in shown
-    assert "scores" in shown
-    assert "weights" in shown
 
 
 def test_trace_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

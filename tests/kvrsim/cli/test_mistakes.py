@@ -113,11 +113,6 @@ def test_a_folder_that_cannot_be_written(
     assert "--trace: got 'trace.json'" in refusal(capsys, *PLAN, "--trace", "trace.json")
 
 
-def test_devices_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    """Devices are refused as output files, because renaming a file to /dev/null would replace the device."""
-    assert "--trace" in refusal(capsys, *PLAN, "--trace", "/dev/null")
-
-
 MEANT = {
     "plna --ctx 8k": "kvrsim plan",
     "plan --context 8k": "--ctx",
