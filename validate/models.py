@@ -64,9 +64,9 @@ def page(rows: list[Support]) -> list[str]:
 def main() -> None:
     """Rewrite the page."""
     argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from kvrsim.model.reader import causal_types
 
-    rows = [support(model_type) for model_type in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
+    rows = [support(model_type) for model_type in causal_types()]
     write_page(PAGE, page(rows))
     print(f"docs/results/support.md: {sum(row.model is not None for row in rows)} of {len(rows)} types read")
 

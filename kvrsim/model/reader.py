@@ -229,6 +229,11 @@ def _text_class(model_type: str, config: Any) -> Any:
     raise RefusedError(f"transformers has no text model of {type(config).__name__}")
 
 
+def causal_types() -> list[str]:
+    """Model types for which transformers has a causal language model."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
 def read_class(keys: Mapping[str, Any], name: str) -> ModelSpec:
     """The model that transformers builds from a configuration's keys; RefusedError if it cannot be described."""
     verbosity = logging.get_verbosity()
