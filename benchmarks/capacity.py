@@ -203,7 +203,7 @@ def described(fit: Fit) -> str:
 
 
 def mixed_against_uniform(folder: Path) -> list[str]:
-    """Fewest GPUs of uniform and of mixed fleets on the Mooncake trace, one and five or twenty times the requests."""
+    """Fewest GPUs of uniform and of mixed fleets on the Mooncake trace, at several rates and targets."""
     path = str(folder / "mooncake_conversation.csv")
     lines = [
         "| requests | target | uniform | best | less |",

@@ -157,7 +157,7 @@ class TimeGrid:
     def fastest(cls, grids: Sequence[TimeGrid], lengths: Lengths) -> TimeGrid:
         """The fastest of the grids at each length; all have the same placement of weights.
 
-        If no strategy fits, the time is that of the strategy with the longest prompts that fit.
+        Prompts that are too long for all strategies have the times of the strategies with the longest prompts that fit.
         """
         shape = (len(lengths), max((grid.finish.shape[1] for grid in grids), default=1))
         ttft_s, strategy = np.full(len(lengths), np.inf), np.full(len(lengths), "none", dtype=object)
@@ -329,7 +329,7 @@ def _alike(tokens: Array) -> Iterable[Lengths]:
 
 
 def _even_pieces(lengths: Lengths, pieces: Lengths, new_tokens: int) -> Partition:
-    """Equal pieces, whose number is that of the next longer simulated length."""
+    """Equal pieces, as many as at the next longer simulated length."""
     near = min(int(np.searchsorted(lengths, new_tokens)), len(lengths) - 1)
     return Partition.even(new_tokens, min(new_tokens, int(pieces[near])))
 

@@ -31,7 +31,7 @@ _WorkKey = tuple[int, int | None, str]  # rank, layer, name
 def weighted_program(
     scenario: Scenario, strategy: Strategy, partition: Partition, cost: CostModel
 ) -> tuple[Program, list[Part]]:
-    """Build a program with one column per part, where only that part takes time, and a last one where nothing does.
+    """Build a program with one column per part, where only that part takes time, and a last column without any part.
 
     Returns the program and the parts, in the order of the columns.
     """
@@ -113,7 +113,7 @@ def _work(scenario: Scenario, strategy: Strategy, partition: Partition) -> Itera
 
 
 def _in_words(bases: Sequence[Basis], seconds: Array) -> str:
-    """Describe the shares of the bases; `seconds`, shape (parts + 1,), has a value per part and a last one for none."""
+    """Describe the shares of the bases; `seconds`, shape (parts + 1,), ends with the value without any part."""
     shares = defaultdict[str, float](float)
     for basis, taken in zip(bases, (seconds[:-1] - seconds[-1]).tolist(), strict=True):
         shares[basis] += taken

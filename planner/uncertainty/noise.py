@@ -48,7 +48,7 @@ class Disturbance:
             raise InputError("strategy", strategy.name, accepted)
 
     def fixed(self, scenario: Scenario) -> Scenario:
-        """The scenario on a cluster with the noise's slow GPUs and links, which searches and bounds then include."""
+        """The scenario with the noise's slow GPUs and links, so that searches and bounds include them."""
         return replace(scenario, cluster=self.noise.placed_on(scenario.cluster))
 
     def draw(self, scenario: Scenario) -> NoiseDraw | None:
