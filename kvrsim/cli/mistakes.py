@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+import click
+
 from kvrsim.errors import InputError, KvrsimError
 
 _FIRST_NAME = re.compile(r"^(?P<name>[a-z][a-z0-9_]*)(?=$|[: ])")
@@ -70,22 +72,22 @@ def command_of(arguments: Sequence[str], program: Any) -> Any:
     return program
 
 
-def usage_line(error: Any, command: Any) -> str:
+def usage_line(error: click.ClickException, command: Any) -> str:
     """Click's error about a command in kvrsim's form: argument, value, accepted values, suggestion."""
     context: Any = getattr(error, "ctx", None)
     message = error.format_message()
     full = "" if context is None else context.command_path
-    match type(error).__name__:
-        case "NoSuchOption" if context is not None:
+    match error:
+        case click.NoSuchOption() if context is not None:
             options = [*options_of(context.command), "--help"]
             if (size := _SIZE.fullmatch(error.option_name)) and "--strategies" in options:
                 return f"{error.option_name}: no such option of {full}, accepted: --strategies {size[1]}8 or tp4+pp2"
             meant = nearest(error.option_name, options)
             accepted = ", ".join(options) if meant is None else f"those of {full} --help"
             return _with_hint(f"{error.option_name}: no such option of {full}, accepted: {accepted}", meant)
-        case "MissingParameter" if error.param is not None:
+        case click.MissingParameter() if error.param is not None:
             return f"{_spelling(error.param)}: got nothing, accepted: {_accepted(error.param)}"
-        case "BadOptionUsage":
+        case click.BadOptionUsage():
             option = next((param for param in command.params if error.option_name in param.opts), None)
             if option is not None and option.is_flag:
                 return f"{error.option_name}: got a value, accepted: the option alone"
