@@ -124,8 +124,6 @@ def _candidate(
 ) -> Candidate:
     """Return the strategy with its partition; raise the same InputErrors as `run_here`."""
     rule = strategy.partition_rule
-    if rule == "whole" and scenario.cluster.num_gpus > 1 and partition is not None:
-        raise InputError("partition", ",".join(map(str, partition)), "nothing for single, which one rank runs")
     if rule == "table" and partition is None:
         raise InputError("partition", "nothing", f"a partition: run does not read the table of {strategy.name}")
     scenario = hardware.runnable(scenario, needs_profile=False)
