@@ -6,9 +6,9 @@ Every number on the page is computed or read from a data file.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise, product
 from typing import Any
 
@@ -66,40 +66,26 @@ class Scope:
         return [(low + high) // 2 for low, high in pairwise(self.entries)]
 
 
+@cache
+def simulated(model: str, context_len: int, num_gpus: int, strategy: str) -> SimResult:
+    """Simulate a strategy over the profile's links with its own partition, which kvr-s searches for."""
+    scenario = make_scenario(ctx=context_len, gpus=num_gpus, model=model, profile=PROFILE)[0]
+    return run_simulation(scenario, strategy=strategy)
+
+
+@cache
+def simulated_row(row: Row) -> SimResult:
+    """Simulate a published row as the accuracy page does."""
+    scenario, strategy = scenario_of(row)
+    return run_simulation(scenario, strategy=strategy)
+
+
 class Predictions:
-    """Predictions, each computed once. Links are the profile's, unless a published row names another."""
+    """The scope of the page, the printed figures, and predictions that several tables use."""
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
         self.printed: dict[str, Any] = json.loads((DATA / "kv_runahead_icml2024_figures.json").read_text("utf-8"))
-        self._results: dict[tuple[Any, ...], Any] = {}
-
-    def _once(self, key: tuple[Any, ...], simulate: Callable[[], Any]) -> Any:
-        if key not in self._results:
-            self._results[key] = simulate()
-        return self._results[key]
-
-    def of(self, model: str, context_len: int, num_gpus: int, strategy: str) -> SimResult:
-        """Simulate a strategy with its own partition, which kvr-s searches for."""
-        key = (model, context_len, num_gpus, strategy)
-        scenario = make_scenario(ctx=context_len, gpus=num_gpus, model=model, profile=PROFILE)[0]
-        result: SimResult = self._once(key, lambda: run_simulation(scenario, strategy=strategy))
-        return result
-
-    def of_row(self, row: Row) -> SimResult:
-        """Simulate a published row as the accuracy page does."""
-
-        def simulate() -> SimResult:
-            scenario, strategy = scenario_of(row)
-            return run_simulation(scenario, strategy=strategy)
-
-        result: SimResult = self._once((row,), simulate)
-        return result
-
-    def is_inside(self, row: Row) -> bool:
-        """Whether the reported TTFT, considering its rounding, lies in the predicted interval."""
-        result = self.of_row(row)
-        return row.is_inside(result.ttft_low_s, result.ttft_high_s)
 
     @cached_property
     def plans(self) -> list[Plan]:
@@ -124,7 +110,7 @@ class Predictions:
         model = self.printed["noisy_network"]["model"]
         scenario = make_scenario(ctx=context_len, gpus=num_gpus, model=model, profile=PROFILE)[0]
         disturbance = Disturbance(noise=parse_noise("paper"), num_samples=self.scope.noise_samples)
-        search = Search(partition=self.of(model, context_len, num_gpus, strategy).partition)
+        search = Search(partition=simulated(model, context_len, num_gpus, strategy).partition)
         noisy = run_simulation(scenario, strategy=strategy, search=search, disturbance=disturbance).noisy
         assert noisy is not None
         return noisy
@@ -134,11 +120,12 @@ def page(predictions: Predictions) -> list[str]:
     """Return the Markdown lines of the page."""
     scope, printed = predictions.scope, predictions.printed
     noisy = printed["noisy_network"]
+    pairs = [(row, simulated_row(row)) for row in scope.rows]
     limits = (f"{STRATEGIES[name]} {share:.1%}" for name, share in noisy["shares"].items())
     return fill(
         "figures",
         profile=PROFILE,
-        within=sum(map(predictions.is_inside, scope.rows)),
+        within=sum(row.is_inside(one.ttft_low_s, one.ttft_high_s) for row, one in pairs),
         rows=len(scope.rows),
         case=f"{scope.model}, {format_tokens(scope.scaling_context_len)} tokens",
         speedups=_speedups(predictions),
@@ -166,7 +153,7 @@ def _speedups(predictions: Predictions) -> list[str]:
         cells = []
         for tokens in contexts:
             if tokens in tsp and tokens in own:
-                predicted = predictions.of_row(tsp[tokens]).ttft_s / predictions.of_row(own[tokens]).ttft_s
+                predicted = simulated_row(tsp[tokens]).ttft_s / simulated_row(own[tokens]).ttft_s
                 cells.append(f"{tsp[tokens].ttft_s / own[tokens].ttft_s:.2f} / {predicted:.2f}")
             else:
                 cells.append("")
@@ -205,7 +192,7 @@ def _printed(predictions: Predictions, plan: Plan) -> dict[str, float]:
 def _partitions(predictions: Predictions) -> list[str]:
     scope, rows = predictions.scope, []
     for num_gpus, tokens in product(scope.gpu_counts, sorted({*scope.entries, *scope.halfway})):
-        own, even = (predictions.of(scope.model, tokens, num_gpus, name) for name in ("kvr-s", "kvr-e"))
+        own, even = (simulated(scope.model, tokens, num_gpus, name) for name in ("kvr-s", "kvr-e"))
         above = f"{even.ttft_s / own.ttft_s - 1:.1%}"
         rows.append((f"{num_gpus} × {format_tokens(tokens)}", shares_text(own.partition), above))
     return numbers_table(("GPUs × context", "KVR-S", "KVR-E above KVR-S"), rows)
@@ -214,7 +201,7 @@ def _partitions(predictions: Predictions) -> list[str]:
 def _printed_partitions(predictions: Predictions) -> list[str]:
     lines = []
     for one in predictions.printed["partitions"]:
-        own = predictions.of(one["model"], one["context_len"], one["num_gpus"], "kvr-s")
+        own = simulated(one["model"], one["context_len"], one["num_gpus"], "kvr-s")
         case = f"{one['num_gpus']} × {format_tokens(one['context_len'])}, {one['method']}"
         lines.append(f"- {case}: {one['printed_as']} ({one['place']}); KVR-S here: {shares_text(own.partition)}.")
     return lines
@@ -224,7 +211,7 @@ def _looked_up(predictions: Predictions) -> list[str]:
     scope, rows = predictions.scope, []
     for num_gpus, tokens in product(scope.table_gpu_counts, scope.halfway):
         looked_up = predictions.looked_up(tokens, num_gpus)
-        own, tsp = (predictions.of(scope.model, tokens, num_gpus, name) for name in ("kvr-s", "tsp"))
+        own, tsp = (simulated(scope.model, tokens, num_gpus, name) for name in ("kvr-s", "tsp"))
         rows.append(
             (
                 f"{num_gpus} × {format_tokens(tokens)}",

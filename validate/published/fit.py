@@ -30,7 +30,7 @@ these partitions.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -248,26 +248,22 @@ def family(row: Row) -> str:
     return row.model.split("-")[0]
 
 
-def _fit_and_predict(name: str, train: Sequence[Row], test: Sequence[Row]) -> Errors:
-    logs = predicted(test, fit(train))
+def _fit_and_predict(name: str, rows: Sequence[Row], test: Sequence[Row]) -> Errors:
+    """Predict the rows of a test by a fit to all others."""
+    logs = predicted(test, fit([row for row in rows if row not in test]))
     _say(f"{name}: mean absolute error {ape(logs).mean():.1%}")
     return logs
-
-
-def _split(name: str, rows: Sequence[Row], used: Callable[[Row], bool]) -> tuple[str, list[Row], list[Row]]:
-    return name, [row for row in rows if used(row)], [row for row in rows if not used(row)]
 
 
 def main() -> None:
     """Fit, cross-validate leaving one model out at a time, and write the profile."""
     rows = [row for row in read_rows() if row.used_for_calibration]
-    models = sorted({row.model for row in rows})
-    splits = [_split(f"without {model}", rows, lambda row, model=model: row.model != model) for model in models]  # type: ignore[misc]
-    families = sorted({family(row) for row in rows})
-    splits += [_split(f"no {one}", rows, lambda row, one=one: family(row) != one) for one in families]  # type: ignore[misc]
-    splits.append(_split("up to 4k, on longer", rows, lambda row: row.context_len <= 4096))
-    splits.append(_split("up to 4 GPUs, on 8", rows, lambda row: row.num_gpus <= 4))
-    tasks = [delayed(_fit_and_predict)(*split) for split in splits]
+    models, families = sorted({row.model for row in rows}), sorted({family(row) for row in rows})
+    tests = {f"without {model}": [row for row in rows if row.model == model] for model in models}
+    tests |= {f"no {one}": [row for row in rows if family(row) == one] for one in families}
+    tests["up to 4k, on longer"] = [row for row in rows if row.context_len > 4096]
+    tests["up to 4 GPUs, on 8"] = [row for row in rows if row.num_gpus > 4]
+    tasks = [delayed(_fit_and_predict)(name, rows, test) for name, test in tests.items()]
     *left_out, longer, more_gpus = Parallel(n_jobs=-1)(tasks)
     crossed = {row: error for logs in left_out[: len(models)] for row, error in logs.items()}
     others = {row: error for logs in left_out[len(models) :] for row, error in logs.items()}
