@@ -203,7 +203,7 @@ class CsvTable:
                 raise InputError(f"{self.where}: header", ", ".join(self.columns), f"a column {name} among the others")
 
     def only(self, columns: Sequence[str]) -> None:
-        """Raise InputError for a table that has other columns than these."""
+        """Raise InputError for a column that is not one of these."""
         for name in self.columns:
             if name not in columns:
                 raise InputError(f"{self.where}: column", name or "nothing", ", ".join(columns))
@@ -301,7 +301,7 @@ class Measurement:
 
     @property
     def expected_s(self) -> float:
-        """Mean seconds if known, else the median: what one run adds to a sum of many."""
+        """Mean seconds if known, else the median. Only means of single operations add up to the mean of their sum."""
         return self.median_s if self.mean_s is None else self.mean_s
 
     @property
@@ -356,7 +356,7 @@ def measured_at(where: str, **values: Any) -> Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Columns:
-    """Measured rows as arrays of one length (or mappings of such arrays), for the formulas of the rates."""
+    """Measured rows as arrays of one length, or as mappings of such arrays; formulas of rates take them."""
 
     def take(self, some: Some) -> Self:
         """Some of the rows, by index or mask."""
@@ -398,7 +398,7 @@ def _read_row(row: CsvRow) -> Measurement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """A kind of CSV that measurements are read from."""
+    """A kind of CSV file with measurements, and its reader."""
 
     name: str  # name in messages
     signature: tuple[str, ...]  # columns that only this kind has; a file must have all of them
@@ -528,7 +528,8 @@ def _text(value: object) -> str:
 
 # -- the measured GPU and its link
 
-# Words for other forms of a GPU, which have another clock and power than the built-in SXM board.
+# Words in the names of PCIe cards and of slices of a GPU. Their clock and power differ from those of the SXM boards
+# that kvrsim describes.
 _OTHER_FORMS = {"pcie", "nvl", "mig"}
 _MEMORY_TOLERANCE = 0.1  # relative tolerance: drivers reserve some memory and count in other units
 
@@ -555,8 +556,8 @@ def gpu_of(rows: Sequence[Measurement], named: str | None, origins: Sequence[Map
 def gpu_named(device: str, *, num_sms: int | None = None, memory_bytes: int | None = None) -> GpuSpec | None:
     """The built-in GPU whose name is part of a device's name; None if there is none, or several.
 
-    `num_sms`, `memory_bytes`: properties that the device reports, if known. Another form of a GPU with the same name,
-    such as the H100 PCIe with 114 SMs, or a slice of a GPU, is not a built-in GPU.
+    `num_sms`, `memory_bytes`: properties that the device reports, if known. A PCIe card, such as the
+    H100 PCIe with 114 SMs, or a slice of a GPU is not a built-in GPU.
     """
     known = [load_gpu(gpu) for gpu in builtin_gpus() if _is_named(gpu, device)]
     found = [gpu for gpu in known if _agrees(gpu, num_sms, memory_bytes)]

@@ -29,7 +29,7 @@ from validate.report import RESULTS, fill, table, write_page
 PAGE = RESULTS / "engine_flags.md"
 QUESTIONS = JsonObject.read(Path(__file__).with_suffix(".json"), "questions").children("questions")
 SIZES = ("tensor", "pipeline", "context", "data", "expert_parallel", "expert_data")
-ENGINES = ("vllm", "sglang")  # engines whose launches resolve_launches.py can resolve
+ENGINES = ("vllm", "sglang")  # engines that resolve_launches.py can run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

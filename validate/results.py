@@ -52,7 +52,7 @@ class Origin:
     date: str
     machine: str
     predictions: Mapping[str, Value]
-    is_frozen: bool = False  # whether predictions have changed since, and the page was kept
+    is_frozen: bool = False  # whether the page is kept although predictions have changed
 
     def describe(self) -> str:
         """Format the line below the title of a page."""

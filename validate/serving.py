@@ -26,7 +26,7 @@ _LENGTHS = {"below 512": 512, "512 to 2047": 2048, "2048 to 8191": 8192, "8192 a
 
 
 def compare() -> pandas.DataFrame:
-    """All prefills, with their tokens, the relative errors of predictions, and whether intervals hold the measurements.
+    """All prefills with columns tokens, rel_error and inside (whether the interval contains the measurement).
 
     A row with a text in `left_out` is left out of the comparison by that rule.
     """
@@ -57,7 +57,7 @@ def _predicted_s(row: Any) -> tuple[float, float, float]:
 
 
 def summaries(rows: pandas.DataFrame, key: Any) -> dict[str, dict[str, Any]]:
-    """Summary of the errors by a column or by the values of a key, in the order of the tokens of all prompts."""
+    """Summaries of the errors by group. `key`: a column, or one value per row. Groups with short prompts come first."""
     groups = rows.assign(key=rows[key] if isinstance(key, str) else key).sort_values("tokens", kind="stable")
     return {
         str(name): summary(group.rel_error.tolist(), group.inside.tolist())

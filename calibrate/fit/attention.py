@@ -49,16 +49,16 @@ PROMISED_CHUNK = 128  # minimum number of tokens of a chunk for which the profil
 LLAMA_SCORE_BYTES = 28.0  # bytes that Llama's code moves per score, see kvrsim/kernels/elementwise.py
 FORMS: tuple[LatentForm, ...] = ("expanded", "absorbed")
 
-_WHOLE = 2**30  # keys per block: all keys are one block, because the kernel computes masked scores, too
-_KEY_BLOCKS = (1, 64, 128, 256, 512, 1024, _WHOLE)
-_NOTHING_S = 1e-15  # smaller constants are set to 0
+_ALL_KEYS = 2**30  # block size of a kernel that also computes masked scores: one block has all keys
+_KEY_BLOCKS = (1, 64, 128, 256, 512, 1024, _ALL_KEYS)
+_LEAST_CONSTANT = 1e-15  # smaller fitted constants become 0
 _SEEN = ("chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 # -- factors by size of the call
 MAX_KNOTS = 20
-_TURNS = 2  # alternations between constants and factors
+_ROUNDS = 2  # number of rounds; each round fits the factors, then the constants
 _POOR_FORM = 0.05  # mean error on the fitted rows above which factors by size are tried
-_A_DOUBLING = 2  # classes per doubling of the size
+_CLASSES_PER_DOUBLING = 2  # calls are grouped into classes by size
 _KNOT_ERROR = 0.01
 _LEAST_SHARE = 0.3  # minimum share of a call's time that depends on its elements; other calls are not used
 
@@ -160,7 +160,7 @@ class AttentionFit(Fit[Rates]):
         rows, rates = self.data.take(some), super().fitted(some)
         if self.peak is None:
             return rates
-        for _ in range(_TURNS):
+        for _ in range(_ROUNDS):
             factors = rows.predicted_s(with_sizes(rates, rows, self.peak)) / rows.predicted_s(rates)  # type: ignore[type-var]
             rates = self.make(self.solved(some, rows.expected_s / factors))
         return with_sizes(rates, rows, self.peak)  # type: ignore[type-var]
@@ -287,7 +287,7 @@ def fit_blocked(calls: Sequence[Measurement], gpu: GpuSpec, *, name: str, skips_
 
 
 def _blocked(values: Constants, key_block: int, skips_masked: bool) -> BlockedRates:
-    rates: dict[str, Any] = {name: value if value >= _NOTHING_S else 0.0 for name, value in values.items()}
+    rates: dict[str, Any] = {name: value if value >= _LEAST_CONSTANT else 0.0 for name, value in values.items()}
     if not skips_masked:  # the kernel computes masked scores, too
         rates["rectangle_flops_per_s"] = min(rates["rectangle_flops_per_s"], rates["causal_flops_per_s"])
     return BlockedRates(**rates, key_block=key_block, skips_masked=skips_masked)
@@ -320,8 +320,8 @@ def with_sizes(rates: Sized, rows: AttentionRows, peak: float) -> Sized:
 
 
 def _measured_sizes(sizes: Array, factors: Array) -> MeasuredSizes:
-    """Median factors by class of size, at few knots; no call is predicted faster than a smaller call."""
-    classes = np.round(_A_DOUBLING * np.log2(sizes))
+    """The median factor of each class of sizes, at a few knots; no call is predicted faster than a smaller call."""
+    classes = np.round(_CLASSES_PER_DOUBLING * np.log2(sizes))
     members = [classes == one for one in np.unique(classes)]
     places = np.array([np.mean(np.log(sizes[some])) for some in members])
     spent = places + np.array([np.median(np.log(factors[some])) for some in members])

@@ -29,7 +29,9 @@ from kvrsim.program import Array
 
 PROMISED_TOKENS = 128  # minimum number of tokens of a chunk for which the profile states its error
 KINDS = (*ELEMENTWISE, "copy")  # copies are measured as cache_append
-_LIKE = {"copy": "residual"}  # a rarely measured kind, and the kind with the same access pattern whose rate it takes
+_LIKE = {
+    "copy": "residual"
+}  # a kind without measurements takes the rate of this kind, which has the same access pattern
 _ENOUGH = 3  # minimum number of rows of a kind for a fit of its rate
 _CPU_CACHES = 20.0  # upper bound of rates as a multiple of the memory's rate: a CPU's caches may hold the last output
 _GATHERS = 2  # all-gathers of one layer: K and V
@@ -43,8 +45,8 @@ def fit_elementwise(
     """Fit one rate per kind, at most the datasheet's memory bandwidth, and one start time for all, at least 0.
 
     Without cache_append rows, a copy has the rate of a residual addition; other kinds with too few rows have the
-    datasheet's. `kernels`: number of kernels in a row of each kind; default 1. `cross_validated` holds out a tenth of
-    the sizes at a time.
+    datasheet's. `kernels`: number of kernels that one row of each kind contains; default 1. `cross_validated` holds out
+    a tenth of the sizes at a time.
     """
     hbm, nbytes = gpu.hbm_bytes_per_s, column(rows, "bytes")
     kinds = np.array([KINDS.index(_kind(row)) for row in rows])

@@ -35,7 +35,7 @@ _NOISE = 0.15  # see _NOISE in calibrate.fit.gemm
 _MOST_ROWS = 3000  # maximum number of rows per type
 _STARTS = 6
 _FEW_MODELS = 3  # minimum number of models to hold out models; with fewer, shares of experts are held out
-_LONG = 1024  # minimum number of tokens of the rows by which engines are compared
+_LONG = 1024  # minimum number of tokens of a row in the comparison of engines
 _SEEN = ("tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
 
 
@@ -81,7 +81,7 @@ def fit_experts(
 
 
 def _of_one_gpu(rows: ExpertRows, profile: CalibrationProfile) -> ExpertRows:
-    """Rows of GPUs with all experts, or a share of each, at the profile's burst clock; thinned evenly by time."""
+    """Rows without expert parallelism, with seconds at the profile's burst clock; thinned evenly by time."""
     alone = rows.take(rows.ep_size == 1)
     order = np.argsort(alone.seconds, kind="stable")
     some = alone.take(order[:: max(1, -(-len(order) // _MOST_ROWS))])

@@ -28,7 +28,7 @@ _LEAST_SMS = 8
 
 _MAX_STEPS = 300
 _TRIAL_ROWS = 1000
-_GOING_ON = 3  # number of best starts that continue with all rows
+_BEST_STARTS = 3  # number of starts that continue with all rows
 _TRIAL_STEPS = 50
 _FOLDS = 10
 _SEED = 0  # seed of starts and folds: the same rows give the same fit
@@ -99,7 +99,7 @@ def solve(
         random = np.random.default_rng(_SEED)
         rows = np.sort(random.permutation(len(measured_s))[:_TRIAL_ROWS])
         others = [random.uniform(low, high) for _ in range(starts - 1)]
-        starting = best([given, *others], rows, _TRIAL_STEPS, _GOING_ON)
+        starting = best([given, *others], rows, _TRIAL_STEPS, _BEST_STARTS)
     [values] = best(starting, np.arange(len(measured_s)), _MAX_STEPS, 1)
     found = named(values)
     return {one.name: min(rounded(found[one.name]), one.high) for one in parameters}
@@ -217,7 +217,7 @@ class Comparison:
         )
 
     def from_size(self, sizes: Array, least: float, what: str) -> Comparison:
-        """The rows of at least this size; all rows where none is as large."""
+        """The rows of at least this size; all rows if there are none."""
         large = sizes >= least
         if not large.any():
             return self
@@ -245,7 +245,7 @@ class Fitted(Generic[Rates]):
     rates: Rates
     source: str  # authors of the measurements, in a few words
     own: Comparison  # predictions of the fitted rows
-    cross_validated: Comparison  # predictions of held-out rows, whose error the profile states
+    cross_validated: Comparison  # predictions of held-out rows; the profile states their error
     interpolated: Comparison | None = None  # predictions of shapes that have tables in the profile
     seen: Mapping[str, Span]  # smallest and largest value of each size
     gather: Gather | None = None  # algorithm of the all-gathers
@@ -290,7 +290,7 @@ def element_bytes_of(rows: Iterable[Measurement]) -> int:
 
 
 def peak_flops(gpu: GpuSpec, dtypes: Sequence[str] = HALF) -> float:
-    """FLOP/s on the datasheet of the best of these dtypes. Raises InputError if the datasheet has none of them."""
+    """The highest FLOP/s of these dtypes on the datasheet. Raises InputError if the datasheet has none of them."""
     known = [flops for dtype, flops in gpu.peak_flops.items() if dtype in dtypes]
     if not known:
         raise InputError("gpu", gpu.name, f"a GPU that computes in {' or '.join(dtypes)}")
@@ -303,7 +303,10 @@ def has_waves(gpu: GpuSpec) -> bool:
 
 
 def thinned(places: Array, values: Array, *, most: int, error: float) -> list[int]:
-    """Indices of at most `most` knots whose linear interpolation is within `error`; the worst point is added first."""
+    """Indices of at most `most` knots, between which linear interpolation is within `error` of all values.
+
+    Knots are added one at a time, where the interpolation is worst.
+    """
     knots = sorted({0, len(places) - 1})
     while len(knots) < min(most, len(places)):
         off = np.abs(np.interp(places, places[knots], values[knots]) - values)

@@ -1,7 +1,7 @@
 """fit_gemm: GemmRates from measured matrix products; fit_clock: how far and how fast the clock falls under load.
 
 The form has four tiles, each with a share of the device's rate and a start time; a launch time; and a rate of device
-memory. A CPU, whose few threads run without waves, has one small tile. Times are those at the burst clock.
+memory. A CPU runs few threads without waves and has one small tile. Times are those at the burst clock.
 
 A collector runs a product again and again without a pause, so a row of L seconds was measured after `warmups` x L
 seconds under load and during `repeats` x L more. Short products are timed at the burst clock, long ones at the
@@ -80,13 +80,13 @@ TYPE_KNOTS = 10  # maximum number of knots in a quantised type's table
 _LEAST_KNOTS = 4
 _KNOT_ERROR = 0.003  # relative error at which a table needs no more knots
 
-# -- the clock: rates of products that do not fill a GPU depend more on their shape than on the clock
+# -- the clock, which is fitted to products that fill a GPU: rates of others depend more on their shape
 _LEAST_TOKENS, _LEAST_FEATURES = 1024, 2048
 _LEAST_ROWS, _MOST_ROWS = 200, 3000
 _LONG_S, _SHORT_S = 0.3, 0.03  # seconds under load: a fit needs rows above the first and rows below the second
-_NO_FALL = 0.96  # sustained share above which the fall of the clock cannot be separated from the spread of shapes
+_MOST_SUSTAINED = 0.96  # with a larger sustained share the fall of the clock is lost in the spread over shapes
 _LONGEST_S = 1.0  # longest time constant; a slower fall is an effect of sizes
-_TURNS = 12  # iterations that invert _Loops.mean_s
+_ITERATIONS = 12  # number of iterations in burst_seconds
 
 Shape = tuple[int, int]  # in_features, out_features
 
@@ -407,7 +407,7 @@ def fit_clock(rows: Sequence[Measurement], gpu: GpuSpec) -> FittedClock | None:
         column(found, "expected_s"),
         starts=4,
     )
-    if solved["sustained_share"] > _NO_FALL or solved["time_constant_s"] >= _LONGEST_S:
+    if solved["sustained_share"] > _MOST_SUSTAINED or solved["time_constant_s"] >= _LONGEST_S:
         return None
     return FittedClock(clock=_clock(solved), source=sources_of(found), num_rows=len(found))
 
@@ -442,7 +442,7 @@ def burst_seconds(measured_s: Array, warmups: Array, repeats: Array, clock: Cloc
     if clock is None:
         return measured_s
     loops, burst_s = _Loops(warmups=warmups, repeats=repeats), measured_s
-    for _ in range(_TURNS):
+    for _ in range(_ITERATIONS):
         burst_s = burst_s * measured_s / loops.mean_s(clock, burst_s)
     return burst_s
 

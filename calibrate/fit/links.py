@@ -25,7 +25,7 @@ from calibrate.fit.fit import (
 from kvrsim.hardware import AllReduceRates, GatherRates, LinkSpec, MeasuredAllReduce
 from kvrsim.program import Array
 
-OWN_SHARE = 0.44  # derived from the slopes at 2, 4 and 8 ranks; A100, H100 and H200 agree
+OWN_SHARE = 0.44  # GatherRates.own_share: from the slopes at 2, 4 and 8 ranks, equal on A100, H100 and H200
 LARGE_BYTES = 2**21  # minimum bytes of the all-gathers for which the profile states its error
 _LATENCY_SHARE = 0.9  # latency of all-reduces, as a share of the smallest all-reduce's time
 _KNOT_ERROR = 0.01  # relative error below which a table of all-reduces needs no more knots
@@ -37,7 +37,7 @@ class SendRates:
 
     bandwidth_bytes_per_s: float
     latency_s: float
-    short_bytes_per_s: float  # rate of messages that take little longer than the latency
+    short_bytes_per_s: float  # rate of short messages, which take little longer than the latency
 
     def seconds(self, nbytes: Array) -> Array:
         """Seconds from the call to the last byte received."""

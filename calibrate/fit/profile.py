@@ -64,13 +64,13 @@ _KINDS = {
 
 _NO_COPIES = CacheCopies(keep=0.0, append=0.0, gather=0.0)  # flash kernels' times include appending
 _IN_PLACE = CacheCopies(keep=0.0, append=0.0, gather=0.0, own=1.0)  # only the chunk is copied, as in cache_append rows
-_MOST_LINK_ERROR = 0.4  # largest mean error on held-out transfers: GPUs on a host's bus do not behave like a ring
+_MOST_LINK_ERROR = 0.4  # largest accepted mean error on held-out transfers; transfers over a host's bus exceed it
 _DATASHEET_LOG_SD = 0.3  # uncertainty of datasheet figures that replace measurements
-_HAND_LOG_SD = 0.5
+_HAND_LOG_SD = 0.5  # uncertainty of DEFAULT_HOST
 _MOST_SHAPES = 64  # maximum number of shapes with tables if the caller names none
 _WERE = {"elementwise": "were", "send_recv": "were", "all_gather": "was"}
 
-# -- other tables of the same GPU: fields that two rows of one operation share, and minimum size for a comparison
+# -- comparison with other tables of the same GPU: fields that two rows must share (first the size), and the least size
 _SHAPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "gemm": ("tokens", "in_features", "out_features"),
@@ -109,7 +109,7 @@ class FitChoices:
     # Shapes of products with tables; None: all measured shapes, or those of built-in models if there are many.
     keep_shapes: Collection[gemm.Shape] | None = None
     others: Sequence[Measurement] = ()  # other tables of the same GPU: for the clock and for the systematic error
-    hidden_size: tuple[int, int] | None = None  # valid range of the profile; None: as measured
+    hidden_size: tuple[int, int] | None = None  # hidden sizes for which the profile is valid; None: as measured
     elementwise: AssumedElementwise | None = None  # assumption that replaces measured element-wise kernels
 
 
@@ -304,10 +304,11 @@ class _OperationFits:
         return None if self.fitted_clock is None else self.fitted_clock.clock
 
     def form_of(self, row: Measurement) -> str:
-        """Form of an attention kernel.
+        """Form of an attention row: eager, sdpa or flash.
 
-        With the choice "eager" all rows are eager. Without a choice rows with "eager" in their kernel are, with another
-        choice those whose kernel is exactly "eager". Rows of the kernel sdpa are sdpa; the others are flash.
+        If "eager" is the chosen kernel, all rows are eager. If no kernel is chosen, a row is eager if the name of its
+        kernel contains "eager"; otherwise the name must be "eager". Rows of the kernel sdpa are sdpa. All others are
+        flash.
         """
         kernel = self.choices.attention_kernel
         if kernel == "eager" or (row.kernel == "eager" if kernel else "eager" in row.kernel):
@@ -315,7 +316,7 @@ class _OperationFits:
         return "sdpa" if row.kernel == "sdpa" else "flash"
 
     def use(self, *operations: str, kernel: str | None = None) -> list[Measurement]:
-        """Rows of these operations, of one kernel or of all, without a dtype or in a fitted one; they count as used."""
+        """Mark rows of these operations as used, and return them; their dtype is a fitted one or unknown."""
         found = [row for row in self.rows if row.operation in operations and row.dtype in (None, *self.dtypes)]
         found = [row for row in found if kernel in (None, row.kernel)]
         self.used += found

@@ -6,7 +6,7 @@ SOURCE is one of
     aiconfigurator:[WHEEL:]SYSTEM[/...]               their older package
     PATH                                              a CSV file; its header identifies the kind among LAYOUTS
 
-and may end in a filter, ?KEY=TEXT[&KEY=TEXT ...], which keeps the rows whose device (gpu=), kernel (kernel=) or source
+and may end in a filter, ?KEY=TEXT[&KEY=TEXT ...], which keeps a row if its device (gpu=), kernel (kernel=) or source
 (model=, because a source usually names the model) contains the text, in upper or lower case:
 
     attention.csv?gpu=a100&kernel=flash_attention

@@ -36,7 +36,7 @@ class Skipped(KvrsimError):  # noqa: N818 - a signal of the bench, not an error
 
 
 class Bench(Protocol):
-    """Something that is timed point by point."""
+    """An object that measures one point after the other."""
 
     def points(self) -> Sequence[Point]:
         """Return the points, most informative first."""
@@ -63,7 +63,7 @@ class Campaign:
     about: Mapping[str, Any]  # command, versions, machine and date, with which the CSV and the journal begin
     origin: Callable[[list[Measurement]], Mapping[str, Any]]  # the rest of the rows' origin for the CSV
     output: Path  # path of the CSV
-    gpus: Sequence[int] = ()  # CUDA's numbers of the timed GPUs, whose clock and power are logged
+    gpus: Sequence[int] = ()  # CUDA's numbers of the timed GPUs; their clock and power are logged
 
     def journal(self) -> Journal:
         """Journal of this campaign's samples; the caller that uses the CSV removes the journal."""
@@ -79,7 +79,7 @@ class Outcome:
     samples: int  # total number of samples
     skipped: Mapping[str, str]  # points that were not measured, and why
     device: Mapping[str, Any]  # clock, power and throttling of the GPUs; empty if unknown
-    notes: tuple[str, ...]  # notes, such as that other processes use the machine
+    notes: tuple[str, ...]  # notes for the user, such as "other processes use the machine"
 
     @property
     def median_spread(self) -> float | None:

@@ -23,7 +23,7 @@ from kvrsim.model.spec import ModelSpec
 from kvrsim.scenario import dtype_bytes
 
 SOURCE = "kvrsim calibrate compute"
-BARE_LAYER = "bare layer"  # name of a sample's seconds of a whole layer without marks inside
+BARE_LAYER = "bare layer"  # name of the seconds of a whole layer that was timed without marks inside
 
 _LEAST_CHUNK = 64
 _PROBE = 256  # tokens of a first forward that measures the device's speed
@@ -32,8 +32,8 @@ _HOST = ("host_layer", "host_prepare")  # seconds of the host; all other parts a
 # Parts that also depend on the prefix or the kernel.
 _BY_POINT = ("attention", "before_attention", "after_attention", "layer", "prepare")
 _OUTSIDE = ("prepare", "embedding", "head")  # parts outside the layers
-_FENCE = 1.5  # distance of the fences from the quartiles, in interquartile ranges
-_LEAST_S = 1e-9  # shorter medians mean that nothing was measured
+_FENCE = 1.5  # Tukey's fences: outliers are farther from the quartiles than this number of interquartile ranges
+_LEAST_S = 1e-9  # a part with a shorter median did not run
 
 
 def compute_campaign(setup: ComputeSetup, output: Path, command: str) -> Campaign:

@@ -27,7 +27,7 @@ from kvrsim.runtime.model import load_model
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Point:
-    """One forward pass: `chunk` tokens behind `prefix` tokens whose keys and values are in the cache.
+    """One forward pass: `chunk` tokens; the keys and values of `prefix` earlier tokens are in the cache.
 
     Other kinds of points time the host's part of a forward (host), a layer during a pending receive (pending), and a
     ring's attention to a block of `prefix` keys (block).
@@ -46,8 +46,10 @@ class Point:
 HOST_CHUNK = 64  # tokens of the forwards that measure the host's time
 LAYERS = 2  # number of layers of the timed model; the second reads a layer's output, as in a whole model
 HEAT_S = 0.3  # seconds of the same work before a shorter sample: an idle GPU starts at a clock that it cannot sustain
-_HOLD = 1.5  # the device is kept busy before a forward for this multiple of the host's time to issue the forward
-_EAGER_COPIES = 5  # score matrices that eager attention holds at once: scores, mask added, softmax in fp32, weights
+_HOLD = 1.5  # before a forward the device is kept busy for this multiple of the seconds that the host needs to issue it
+_EAGER_COPIES = (
+    5  # score matrices in memory at once in eager attention: scores, masked scores, softmax in fp32, weights
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,7 +235,7 @@ class LayerParts:
         return hooked(self.model, self.geometry, clock, parts=names, ends=True)
 
     def times(self, marks: Sequence[Mark]) -> dict[str, float]:
-        """Seconds of each part of a forward pass whose first mark is its start; parts of layers are averaged.
+        """Seconds of each part of a forward pass; the first mark is its start. Parts of layers are averaged.
 
         prepare: before the first layer, without the embedding (mask, rotary tables); head: logits; layer: a whole
         layer; host_prepare: the host issuing all work before the first layer; host_layer: the host issuing a layer.

@@ -58,7 +58,7 @@ _LARGE_SIZES = 2  # number of the largest sizes at which several messages are se
 _LEAST_S = 2e-2  # minimum seconds of a sample: shorter ones depend on the CPU's state at their start
 _LEAST_REPEATS = 3  # minimum number of repeats; with three, the median excludes one disturbed repeat
 _MOST_REPEATS = 200
-_LONG_S = 0.1  # seconds of a transfer; longer transfers are not repeated
+_LONG_S = 0.1  # a transfer that takes more seconds is not repeated
 _GUESSES = {"gloo": (1.5e-4, 1.5e9), "nccl": (3e-5, 2e10)}  # seconds of a short message, and bytes/s of a long message
 
 
@@ -236,7 +236,7 @@ class LinkBench:
         return link_points(self.num_ranks, self.backend, self.setup.max_bytes)
 
     def expected_s(self, point: LinkPoint) -> float:
-        """Expected seconds of one sample: its transfers, and the synchronisations before them."""
+        """Expected seconds of one sample: of its transfers and of a synchronisation before each."""
         one_s = point.guess_s(self.backend)
         short_s = LinkPoint(kind="send", flows=((0, 1),), nbytes=1).guess_s(self.backend)
         return point.repeats(one_s) * (one_s + 2 * short_s)
@@ -297,7 +297,7 @@ _SHAPES = {"separate": "of separate pairs", "both": "in both directions of a pai
 
 
 def find_topology(rows: Sequence[Measurement], argument: str = "measurements") -> tuple[Topology, str]:
-    """Return the topology that send_recv rows with src and dst show, and sentences with the ratios behind this result.
+    """Return the topology that send_recv rows with src and dst show, and a sentence with the measured ratios.
 
     Ranks share a bus if simultaneous messages slow each other down: with four ranks or more, messages of separate
     pairs; with fewer ranks, the two directions of a pair. Raises InputError naming `argument` without such rows.

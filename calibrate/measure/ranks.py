@@ -1,4 +1,4 @@
-"""LinkRank: one rank of a link benchmark; PendingRanks: a layer timed during a receive whose message was not sent yet.
+"""LinkRank: one rank of a link benchmark; PendingRanks: a layer timed during a receive that waits for its message.
 
 Times are those of the monotonic clock, which all processes of a Linux machine share. A message lasts from the sender's
 call of send until the receiver has the data; the receive is posted before, as in the runtime. Half a round trip would
@@ -36,7 +36,7 @@ def counts_to(num_ranks: int) -> list[int]:
 
 START_S = 120.0  # seconds until all ranks must have imported torch and synchronised
 _WARM_BYTES = 2**20
-_NOTICE = 0.8  # share of the timeout after which a rank raises its own error, so that the rank that hangs is known
+_NOTICE = 0.8  # a waiting rank raises its own error after this share of the timeout, so that it is not taken as hanging
 
 
 MAX_BYTES = 2**26  # bytes of K and V of one layer of 4096 hidden elements in half precision, for 4096 tokens
@@ -224,7 +224,7 @@ class _FirstRanks(Transport):
 
 
 ALONE, PENDING = "layer_alone", "layer_pending"
-_MOST_BYTES = 2**28  # maximum bytes of a message: longer messages occupy no more blocks
+_MOST_BYTES = 2**28  # maximum bytes of the message: a longer one would not occupy more of the GPU
 _TIMEOUT_S = 60.0
 
 

@@ -34,10 +34,10 @@ KERNEL_SCALE = "kernel_scale"
 SUSTAINED_SHARE = "sustained_share"  # rate after long load over the rate of bursts, in the profile's clock
 MODEL = "model"  # spread that no term explains, estimated from the rows
 TOKEN_PRIOR = Prior(name="token_s", median=1e-6, log_sd=1.5)  # seconds of a tokeniser per token
-_CLOCK_LOG_SD = 0.03  # machines of one kind differ in cooling and power limit; kernel_scale covers larger differences
+_CLOCK_LOG_SD = 0.03  # log sd of sustained_share over machines with other cooling or power limits
 _HOST = {one.name for one in fields(HostRates)} & set(TERMS)
-_SPANNED = 4  # minimum ratio of the longest prompt to the shortest for a fit of token_s
-_IDENTIFIED = 0.5**0.5  # share of the prior's width below which the rows determine a term better than the prior
+_LEAST_LENGTH_RATIO = 4  # token_s is fitted if the longest prompt is at least this multiple of the shortest
+_IDENTIFIED = 0.5**0.5  # a term is identified if the rows narrow it below this share of the prior's width
 _OF_A_ROW = ("model", "gpus", "ctx", "batch", "cached_prefix", "dtype", "strategy", "strategies", "attention")
 
 # The partition that a strategy runs with. The planner supplies the function: this package does not import the planner.
@@ -257,10 +257,10 @@ def check_prefills(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineTerms:
-    """An engine whose terms are fitted: its values are the priors' medians, its spreads the priors' widths."""
+    """The terms of an engine that a fit may change. The engine's values are medians of priors, its spreads widths."""
 
     engine: Engine
-    gpu: str  # GPU of the profile whose kernels are scaled
+    gpu: str  # GPU of the profile; the engine has a kernel_scale for it
     priors: tuple[Prior, ...]
 
     @classmethod
@@ -414,14 +414,14 @@ def fit_prefills(
 ) -> PrefillFit:
     """Fit an engine's terms to the cases, and make a profile called `name` with the fitted engine.
 
-    prior: the engine whose values and spreads are the terms' priors; None: PRIOR_ENGINE.
+    prior: an engine; its values and spreads are the priors of the terms. None: PRIOR_ENGINE.
     source: origin of the rows, in a few words. Rows that repeat a case are left out together.
     cluster: cluster of the rows, which the profile takes if it names none.
     interval_of: prediction intervals for the coverage, the share of left-out rows inside them.
     """
     measured_s = np.array([case.row.ttft_s for case in cases])
     sizes = [case.scenario.request.new_tokens for case in cases]
-    terms = EngineTerms.of(profile, prior, lengths=max(sizes) >= _SPANNED * min(sizes))
+    terms = EngineTerms.of(profile, prior, lengths=max(sizes) >= _LEAST_LENGTH_RATIO * min(sizes))
 
     def predict(values: Array) -> Array:
         chosen = terms.named(values)

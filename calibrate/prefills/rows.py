@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     import pandas
 
 COLUMNS = ("model", "gpu", "num_gpus", "strategy", "context_len", "batch", "cached_prefix", "dtype", "ttft_s")
-Defaults = Mapping[str, Any]  # values by column for rows that lack them
-LOAD_COLUMNS = ("concurrency", "tpot_s", "output_tokens")  # columns of rows whose server had several users
+Defaults = Mapping[str, Any]  # value of a column for rows without one
+LOAD_COLUMNS = ("concurrency", "tpot_s", "output_tokens")  # columns for measurements with several users
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class PrefillRow:
     strategy: str | None = None  # strategy as --strategy names it; None after `filled`: see `strategy_name`
     context_len: int | None = None  # tokens of each sequence, the cached prefix included
     batch: int | None = None  # sequences prefilled together
-    cached_prefix: int | None = None  # tokens whose K and V were cached
+    cached_prefix: int | None = None  # number of cached tokens
     dtype: str | None = None  # dtype of weights, activations and KV cache; None: the profile's
     likely_model: str | None = None  # built-in model that the name in a benchmark's output probably means
 

@@ -29,12 +29,12 @@ _TAIL = 4.0  # degrees of freedom of Student's t: a few outliers among many rows
 _AS_NORMAL = 1.533 / 1.2816
 _STEP = 0.02  # step of numerical derivatives, in prior standard deviations
 _STARTS = (-2.0, -1.0, 1.0, 2.0, 3.0)  # moves of one term, in prior standard deviations, for further starts
-_HIDDEN = 0.9  # share of the prior's width; another term may hide a term that stays wider
+_HIDDEN = 0.9  # a term that stays wider than this share of its prior may be hidden by another term
 _MOST_STEPS = 20
 _MOST_MOVE = 2.0  # maximum change of a term in one step, in prior standard deviations
 _MOST_DAMPING = 1e4
 _SMALL_GAIN = 0.01  # gain of twice the log-probability below which the search ends
-_SMALL_MOVE = 0.5  # prior standard deviations; derivatives are kept in a fit without some rows if all terms move less
+_SMALL_MOVE = 0.5  # if no term moves by more prior standard deviations, a refit keeps the derivatives
 MOST_FOLDS = 60  # maximum number of groups of cases that are left out
 
 
@@ -53,7 +53,7 @@ class Solution:
 
     values: Array  # (terms,): most probable values
     log_sd: Array  # (terms,): standard deviations of the logarithms, given the rows
-    narrowed: Array  # (terms,): log_sd divided by the prior's; 1: the rows determine nothing
+    narrowed: Array  # (terms,): log_sd divided by the prior's; 1: the rows say nothing about the term
     noise_log_sd: float  # standard deviation of the normal distribution with the same central 80 % as a row's noise
     before_s: Array  # (rows,): seconds at the prior's medians
     after_s: Array  # (rows,): seconds with the fitted terms

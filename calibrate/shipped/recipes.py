@@ -89,7 +89,7 @@ class Recipe:
         return read(cls, JsonObject(fields=json.loads(text), where="recipes").child(name))
 
     def fit(self, name: str, vidur: Path) -> FitReport:
-        """The report with the profile as it ships; `vidur`: a clone of microsoft/vidur."""
+        """Fit the profile; `vidur`: a clone of microsoft/vidur."""
         profile, report = fit_profile(
             [row for table in self.sources for row in table.rows(vidur)],
             Label(

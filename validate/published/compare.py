@@ -34,12 +34,12 @@ class Row:
     link: Link  # bandwidth as the publication prints it; "none" for one GPU
     ttft_s: float
     used_for_calibration: bool
-    blind_until: str  # date before which no fit or choice used the row; "": no such date
+    blind_until: str  # no fit or choice used the row before this date; "": rows used from the start
     profile: str  # calibration profile of the machine and software
 
     @property
     def rounding_s(self) -> float:
-        """Half a printed digit, which is 1 ms below 4k tokens over NVLink, except for Llama 30B, else 10 ms."""
+        """Half of the last printed digit: of 1 ms below 4k tokens over NVLink (not for Llama 30B), else of 10 ms."""
         fine = self.link == "300GB/s" and self.context_len < 4096 and self.model != "llama-30b"
         return 0.0005 if fine else 0.005
 
@@ -83,7 +83,7 @@ def _row(fields: dict[str, str]) -> Row:
 
 MOST_MAPE = 0.05  # largest mean error of the rows used for calibration; a larger error is a regression
 _BANDWIDTH = {"10GB/s": 10e9, "1GB/s": 1e9}  # bytes/s by link; rows at these links have GPU-direct off
-_CHUNKS = {"10GB/s": "kvr-e", "1GB/s": "kvr-s"}  # simulated strategy of rows whose strategy is "kvr", by link
+_CHUNKS = {"10GB/s": "kvr-e", "1GB/s": "kvr-s"}  # strategy that is simulated for "kvr", by link
 
 
 def scenario_of(row: Row) -> tuple[Scenario, str]:
