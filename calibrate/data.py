@@ -275,7 +275,7 @@ class Measurement:
 
     operation: str  # one of OPERATIONS
     kernel: str  # name of the measured kernel
-    device: str  # the GPU, or the machine whose host was timed
+    device: str  # name of the GPU; in host_* rows name of the machine
     dtype: str | None = None  # dtype of the operands, one of MEASURED_DTYPES; None: does not apply or is not known
     chunk: int | None = None  # tokens of each sequence; attention: queries
     prefix: int | None = None  # tokens before the chunk; attention: keys

@@ -51,7 +51,9 @@ TERMS = ("request_s", "token_s", "launch_s", "kernel_scale")
 _PRIOR = np.log([6e-3, 1.2e-6, 9e-6, 1.0])
 _PRIOR_SD = np.array([1.0, 1.0, 1.0, 0.03])
 _ENGINE_SD = np.array([0.3, 0.2, 0.6, 0.05])  # prior spread of an engine's terms around the mean
-_MODEL_SD = 1.5  # spread of log factors of model types: the common factor around 0, an engine's around the common one
+# Prior standard deviation of the log factor of a model type: of the common factor from 0, and of an engine's factor
+# from the common factor.
+_MODEL_SD = 1.5
 _VERSION_ROWS = 5.0  # prior rows that shrink a version's factor towards 1
 _NOISE = 0.25  # scale of log(predicted / measured); settings with larger errors have less weight
 # Prior of Engine.transfer_s: a handshake, 0.5 to 2.4 GB of K and V at 50 GB/s, and a step of the server that decodes.
@@ -473,7 +475,7 @@ _LEAST_SHORT = (0.3, 0.7)  # minimum widths below 512 tokens
 
 
 def short_width(others: Sequence[OtherPrefill]) -> tuple[float, float]:
-    """Widths below 512 tokens, a range without settings, from prefills of other sources."""
+    """Widths for prompts below 512 tokens. No setting is that short, so prefills of other sources determine them."""
     logs = np.array([math.log(one.predicted_s / one.measured_s) for one in others if one.tokens < SHORT_TOKENS])
     shorter, longer = widths_of(logs) if len(logs) else _LEAST_SHORT
     return max(shorter, _LEAST_SHORT[0]), max(longer, _LEAST_SHORT[1])

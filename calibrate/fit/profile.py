@@ -506,7 +506,7 @@ def _whole_span(values: Any) -> tuple[int, int]:
 
 
 def _kernels_of(model: ModelSpec) -> dict[str, int]:
-    """Number of kernels of each element-wise step of a layer of eager code, by operation."""
+    """How many kernels eager code runs for each element-wise step of a layer, by operation."""
     layer = model.layers[0]
     steps = (*before_mixer(model, layer, fused=False), *after_mixer(model, layer, fused=False, intermediate=1.0))
     return {step.op: step.kernels for step in reversed(steps) if step.op != "copy"}  # the first norm replaces others

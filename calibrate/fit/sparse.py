@@ -42,7 +42,7 @@ LEAST_CHUNK = 128  # fewer queries take negligible time
 _BUSY = (
     2.0  # calls shorter than this multiple of a table's shortest call are left out: launches take most of their time
 )
-_MOST_START_S = 2e-4  # a longer start comes from a host that launches slowly (Grace); engines' launch_s contains it
+_MOST_START_S = 2e-4  # upper bound of start_s: a longer start is that of a slow host (Grace), which launch_s contains
 _NOISE = 0.1  # each share of the heads has its own autotuned kernel
 _MOST_ROWS = 2000
 _STARTS = 4

@@ -45,7 +45,7 @@ class Point:
 
 HOST_CHUNK = 64  # tokens of the forwards that measure the host's time
 LAYERS = 2  # number of layers of the timed model; the second reads a layer's output, as in a whole model
-HEAT_S = 0.3  # seconds of the same work before a shorter sample: an idle GPU starts at a clock that it cannot sustain
+HEAT_S = 0.3  # seconds of work before each shorter sample: an idle GPU starts at a clock that it cannot sustain
 _HOLD = 1.5  # before a forward the device is kept busy for this multiple of the seconds that the host needs to issue it
 _EAGER_COPIES = (
     5  # score matrices in memory at once in eager attention: scores, masked scores, softmax in fp32, weights
