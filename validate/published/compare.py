@@ -154,33 +154,15 @@ def part(result: Mapping[str, Any]) -> list[str]:
     by_model = {model: [left_out[row.case] for row in used if row.model == model] for model in result["by_model"]}
     never_blind = [left_out[row.case] for row in used if not row.blind_until]
     mean, median = _mean_median(never_blind)
-    residual = residual_of_paper()
-    blind = [(row["rows"], row["error"]) for row in read_table("kv_runahead_blind_test.csv")]
     return fill(
         "accuracy_paper",
-        groups=_groups(result),
+        run=result,
         models=_models(result, by_model),
         never_blind=len(never_blind),
         mean=mean,
         median=median,
-        held_out=_held_out(residual),
-        p80_ape=residual.p80_ape,
-        coverage=residual.coverage,
-        blind=table(("rows", "error on that day"), blind),
+        residual=residual_of_paper(),
     )
-
-
-def _groups(result: Mapping[str, Any]) -> list[str]:
-    groups = {
-        "used for calibration": result["calibration"],
-        "not used": result["held_out"],
-        "at 10 GB/s": result["by_link"]["10GB/s"],
-        "at 1 GB/s": result["by_link"]["1GB/s"],
-        "all": result["all"],
-    }
-    keys = ("mape", "median_ape", "max_ape", "coverage")
-    rows = ((title, group["n"], *(f"{group[key]:.1%}" for key in keys)) for title, group in groups.items())
-    return table(("rows", "n", "mean", "median", "largest", "inside"), rows)
 
 
 def _models(result: Mapping[str, Any], left_out: Mapping[str, Sequence[float]]) -> list[str]:
@@ -201,21 +183,6 @@ def _mean_median(errors: Sequence[float]) -> tuple[str, str]:
     """Mean and median of the absolute values, as text."""
     sizes = np.abs(errors)
     return f"{sizes.mean():.1%}", f"{np.median(sizes):.1%}"
-
-
-def _held_out(residual: Residual) -> list[str]:
-    models = (
-        residual.cross_validated_mape,
-        residual.cross_validated_median_ape,
-        residual.cross_validated_speedup_mape,
-    )
-    rows = [
-        ("one model at a time", *(f"{error:.1%}" for error in models)),
-        ("one family at a time (Llama, Falcon)", f"{residual.other_family_mape:.1%}", "", ""),
-        ("contexts above 4k", f"{residual.longer_mape:.1%}", "", ""),
-        ("8 GPUs", f"{residual.more_gpus_mape:.1%}", "", ""),
-    ]
-    return table(("held out", "mean", "median", "speed-up of KVR-S over TSP"), rows)
 
 
 def residual_of_paper() -> Residual:
