@@ -124,14 +124,13 @@ def page(predictions: Predictions) -> list[str]:
     limits = (f"{STRATEGIES[name]} {share:.1%}" for name, share in noisy["shares"].items())
     return fill(
         "figures",
-        profile=PROFILE,
+        scope=scope,
+        printed=printed,
         within=sum(row.is_inside(one.ttft_low_s, one.ttft_high_s) for row, one in pairs),
         rows=len(scope.rows),
         case=f"{scope.model}, {format_tokens(scope.scaling_context_len)} tokens",
         speedups=_speedups(predictions),
-        above_no_communication=printed["kvr_s_above_no_communication"]["share"],
         scalability=_scalability(predictions),
-        model=scope.model,
         partitions=_partitions(predictions),
         printed_partitions=_printed_partitions(predictions),
         entries=", ".join(map(format_tokens, scope.entries)),
@@ -139,7 +138,6 @@ def page(predictions: Predictions) -> list[str]:
         looked_up=_looked_up(predictions),
         noise_parameters=parse_noise("paper").describe(),
         limits=", ".join(limits),
-        noise_samples=scope.noise_samples,
         increases=_increases(predictions),
     )
 

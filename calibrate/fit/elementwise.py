@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -142,23 +142,15 @@ def fit_pending_share(rows: Sequence[Measurement]) -> float:
     return rounded(float(np.clip(np.median(lost), 0.0, 0.9))) if lost else 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrepareRates:
-    """Seconds before the first layer: a constant, and a rate per element of the mask."""
-
-    step_s: float = 0.0
-    mask_element_s: float = 0.0
-
-
-def fit_prepare(rows: Sequence[Measurement]) -> PrepareRates:
-    """Fit the prepare rows; rows without a mask determine only the constant. Without rows, both constants are 0."""
+def fit_prepare(rows: Sequence[Measurement]) -> tuple[float, float]:
+    """Fit the prepare rows: seconds before the first layer, and seconds per element of the mask; 0 without rows."""
     if not rows:
-        return PrepareRates()
+        return 0.0, 0.0
     seconds, chunk = column(rows, "expected_s"), column(rows, "chunk")
     masked = np.array([row.kernel != _UNMASKED for row in rows])
     elements = np.where(masked, chunk * (chunk + column(rows, "prefix")), 0.0)
     if len(set(elements.tolist())) == 1:
-        return PrepareRates(step_s=rounded(float(np.median(seconds))))
+        return rounded(float(np.median(seconds))), 0.0  # no mask was measured
     longest_s = float(seconds.max())
     parameters = (
         Parameter(name="step_s", start=float(seconds.min()), low=0.0, high=longest_s),
@@ -168,4 +160,5 @@ def fit_prepare(rows: Sequence[Measurement]) -> PrepareRates:
     def predict(values: Constants, some: Some) -> Array:
         return np.asarray(values["step_s"] + elements[some] * values["mask_element_s"] + 1e-12)
 
-    return PrepareRates(**solve(parameters, predict, seconds))
+    solved = solve(parameters, predict, seconds)
+    return solved["step_s"], solved["mask_element_s"]

@@ -194,7 +194,6 @@ class Errors:
     num_rows: int
     mape: float  # mean absolute error, as a fraction
     median_ape: float
-    p90_ape: float
     bias: float  # mean error; above 0: predictions are too long
     log_sd: float  # standard deviation of log(predicted / measured), from the 80th percentile of its absolute value
 
@@ -232,7 +231,6 @@ class Comparison:
             num_rows=len(error),
             mape=rounded(float(np.mean(np.abs(error)))),
             median_ape=rounded(float(np.median(np.abs(error)))),
-            p90_ape=rounded(float(np.percentile(np.abs(error), 90))),
             bias=rounded(float(np.mean(error))),
             log_sd=rounded(float(np.percentile(np.abs(np.log1p(error)), 80)) / DEVIATES_OF_80_PERCENT),
         )

@@ -135,11 +135,11 @@ def fit_profile(
     """
     chosen, origin = choices or FitChoices(), Provenance.of(origins, argument)
     fit = _OperationFits(rows=rows, gpu=gpu, link=link, choices=chosen, argument=argument, origin=origin)
-    prepare = elementwise.fit_prepare(fit.use("prepare"))
+    step_s, mask_element_s = elementwise.fit_prepare(fit.use("prepare"))
     kernels = KernelRates(
         gemm=fit.gemm_rates(),
         attention=fit.attention_rates(),
-        elementwise=replace(fit.elementwise_rates(), mask_element_s=prepare.mask_element_s),
+        elementwise=replace(fit.elementwise_rates(), mask_element_s=mask_element_s),
         copies=_IN_PLACE if any(row.operation == "cache_append" for row in fit.usable["elementwise"]) else _NO_COPIES,
         clock=fit.clock,
         gemm_types=fit.gemm_type_rates(),
@@ -147,7 +147,7 @@ def fit_profile(
         whole_attention=origin.is_hugging_face,
     )
     links = fit.links()
-    host_rates = replace(fit.host(), step_s=prepare.step_s)
+    host_rates = replace(fit.host(), step_s=step_s)
     about = f", layers of {origin.model.name} by Hugging Face transformers" if origin.model is not None else ""
     devices = ", ".join(sorted({row.device for row in fit.used if row.operation in ("gemm", "attention")}))
     beyond = "Batches above 1, windows and mixtures of experts were not measured." if origin.is_hugging_face else ""

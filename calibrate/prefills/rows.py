@@ -136,15 +136,6 @@ def known_model(name: object) -> str | None:
     return None if known is None else known[1]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OutputFormat:
-    """One kind of output, and its reader."""
-
-    title: str  # the tool that writes it
-    keys: tuple[str, ...]  # keys that identify the format; all of them are required
-    read: Callable[[JsonObject, Output], None]
-
-
 # -- readers of each benchmark's output
 
 _BUSY = 0.1  # share of a server's time that prefills take; above this share requests wait noticeably
@@ -286,14 +277,15 @@ def _inner(outer: dict[str, object], key: str) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-FORMATS = (
-    OutputFormat(title="sglang.bench_one_batch", keys=("prefill_latency", "input_len"), read=_sglang),
-    OutputFormat(title="vllm bench serve, detailed", keys=("ttfts", "input_lens"), read=_vllm_serve),
-    OutputFormat(title="vllm bench serve", keys=("mean_ttft_ms", "completed"), read=_vllm_serve),
-    OutputFormat(title="vllm bench latency", keys=("avg_latency", "percentiles"), read=_vllm_latency),
-    OutputFormat(title="AIPerf", keys=("time_to_first_token", "input_sequence_length"), read=_aiperf),
-    OutputFormat(title="AIPerf, one request a line", keys=("metrics", "metadata"), read=_aiperf_request),
-)
+# Reader of a format by the tool that writes it; keys that identify the format come first, and all of them are required.
+FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[[JsonObject, Output], None]]] = {
+    "sglang.bench_one_batch": (("prefill_latency", "input_len"), _sglang),
+    "vllm bench serve, detailed": (("ttfts", "input_lens"), _vllm_serve),
+    "vllm bench serve": (("mean_ttft_ms", "completed"), _vllm_serve),
+    "vllm bench latency": (("avg_latency", "percentiles"), _vllm_latency),
+    "AIPerf": (("time_to_first_token", "input_sequence_length"), _aiperf),
+    "AIPerf, one request a line": (("metrics", "metadata"), _aiperf_request),
+}
 
 
 # -- files
@@ -396,9 +388,9 @@ def _output(path: str | Path, argument: str) -> Output:
     where = f"{argument} {' '.join(str(path).split())}"
     objects = _objects(Path(path), argument, where)
     for one in objects:
-        reader = next((known.read for known in FORMATS if all(map(one.has, known.keys))), None)
+        reader = next((read for keys, read in FORMATS.values() if all(map(one.has, keys))), None)
         if reader is None:
-            accepted = "; ".join(f"{known.title} ({', '.join(known.keys)})" for known in FORMATS)
+            accepted = "; ".join(f"{title} ({', '.join(keys)})" for title, (keys, _) in FORMATS.items())
             raise InputError(f"{one.where}: keys", ", ".join(one.fields) or "nothing", accepted)
         reader(one, output)
     if output.requests:
