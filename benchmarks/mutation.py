@@ -55,6 +55,7 @@ TESTS = {  # tests that cover a module; quick tests and those that detect the mo
         f"{_BATCHES}[ring]",
     ],
     "kvrsim/executors/bus.py": [
+        f"{_OWN}/test_run.py",
         *_agree(_SHOWN, "bus"),
         *_layers("tsp-bus", "ring-bus"),
         *_noise("ring", "tsp"),
@@ -62,6 +63,7 @@ TESTS = {  # tests that cover a module; quick tests and those that detect the mo
     ],
     "kvrsim/executors/chain.py": [
         f"{_OWN}/test_chain.py",
+        f"{_OWN}/test_run.py",
         *_agree(("kvr-s", "kvr-b"), "own links"),
         *_layers("kvr-s-switch"),
         f"{_BATCHES}[kvr-s]",
@@ -80,12 +82,12 @@ TESTS = {  # tests that cover a module; quick tests and those that detect the mo
         *_layers("pp2+cp2-switch"),
     ],
     "kvrsim/executors/run.py": [
-        f"{_OWN}/test_chain.py",
+        f"{_OWN}/test_run.py",
         f"{_OWN}/test_pipeline.py",
         *(test for network in ("own links", "bus") for test in _agree(("kvr-s", "pp"), network)),
         *_noise("tsp"),
     ],
-    "kvrsim/executors/steady.py": [f"{_OWN}/test_steady.py", *_layers("tsp-switch", "tsp-bus")],
+    "kvrsim/executors/steady.py": [f"{_OWN}/test_steady.py", f"{_OWN}/test_run.py", *_layers("tsp-switch", "tsp-bus")],
     "planner/search/bound.py": [
         f"{SEARCH}/test_bound.py::{name}"
         for name in (

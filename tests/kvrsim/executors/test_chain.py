@@ -1,4 +1,4 @@
-"""The recurrence of chains: rows of messages that hold both ranks, and where the recurrence is used."""
+"""The recurrence of chains: rows of messages that hold both ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvrsim.builder import make_scenario
-from kvrsim.compile import for_strategy
 from kvrsim.executors.chain import last_of_row, row_after
-from kvrsim.executors.run import Runner
 from kvrsim.program import Array
-from kvrsim.strategies import STRATEGIES
 from tests.building import Draws, draws, examples
 
 
@@ -38,11 +34,3 @@ def test_rows(rng: Draws) -> None:
     periods = 2 * nodes + more
     want = row_by_row(x, on, back, periods)
     assert last_of_row(x, on, back, periods) == pytest.approx(want[-1], rel=1e-12)
-
-
-@pytest.mark.parametrize("gpus", [2, 3])
-@pytest.mark.parametrize("name", ["kvr-s", "kvr-e"])
-def test_plans_use_the_recurrence(name: str, gpus: int) -> None:
-    strategy = STRATEGIES[name]
-    scenario = for_strategy(make_scenario(ctx=1000, gpus=gpus)[0], strategy)
-    assert Runner(scenario, strategy).chain is not None

@@ -178,7 +178,7 @@ def test_one_gpu(scenario: Scenario) -> None:
     ],
 )
 def test_the_bound_is_close(most: float, options: dict[str, Any]) -> None:
-    """Cases: messages that overlap or hold streams, all kinds of links, two kinds of layers, slow hosts, a slow load."""
+    """Cases: messages that overlap or hold streams, all kinds of links, several kinds of layers, hosts, a slow load."""
     scenario = for_strategy(make_scenario(**options)[0], KVR)
     found = search(scenario, KVR)
     assert found.lower_bound_s is not None
