@@ -88,7 +88,6 @@ def _steady_finish_s(program: Program, cluster: Cluster, blocks: Sequence[Block]
         for step in own:
             assert isinstance(step, Segment)
             finish_s[rank] = np.maximum(finish_s[rank] + step.device_s, step.floor_s + host_s)
-            host_s += step.host_s
     return np.asarray(finish_s)
 
 

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 
+from kvrsim.builder import make_scenario
+from kvrsim.compile import for_strategy
+from kvrsim.engine import NO_HOST
 from kvrsim.executors.chain import last_of_row, row_after
+from kvrsim.executors.run import Runner
 from kvrsim.program import Array
-from tests.building import Draws, draws, examples
+from kvrsim.strategies import STRATEGIES
+from tests.building import Draws, any_engine, draws, examples
+from tests.laws.test_executors import assert_executors_agree
+
+KVR = STRATEGIES["kvr-s"]
 
 
 def row_by_row(x: Array, on: Array, back: Array, periods: int) -> Array:
@@ -34,3 +45,19 @@ def test_rows(rng: Draws) -> None:
     periods = 2 * nodes + more
     want = row_by_row(x, on, back, periods)
     assert last_of_row(x, on, back, periods) == pytest.approx(want[-1], rel=1e-12)
+
+
+@pytest.mark.parametrize("decode_step", [False, True])
+@pytest.mark.parametrize("profile", ["a100-eager", "a100-flash"])
+def test_hosts_that_are_about_as_fast_as_their_devices(profile: str, decode_step: bool) -> None:
+    """Hosts delay some operations, all, or none; the last operation, a decode step, comes after all layers."""
+    scenario, _ = make_scenario(ctx=2000, gpus=3, profile=profile)
+    engine = replace(any_engine(random.Random(0)), decode_step=decode_step, host=NO_HOST)
+    model = replace(scenario.model, layers=scenario.model.layers[:4], num_hidden_layers=4)
+    scenario = for_strategy(replace(scenario, model=model, engine=engine), KVR)
+    rows = [(700, 700, 600), (1200, 700, 100)]
+    layer_s = Runner(scenario, KVR).finish_s(np.array(rows, dtype=float).T).min() / 4
+    for share in (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 10.0):
+        slow = scenario.with_host(replace(NO_HOST, layer_s=share * layer_s))
+        assert Runner(slow, KVR).chain is not None
+        assert_executors_agree(slow, KVR, rows)
