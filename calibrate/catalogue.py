@@ -55,9 +55,6 @@ class Symbol(int):
     def __deepcopy__(self, memo: dict[int, Any]) -> Symbol:
         return self
 
-    def __reduce__(self) -> Any:
-        return int, (int(self),)
-
     @property
     def expression(self) -> str:
         """The polynomial as a Python expression."""
@@ -452,9 +449,13 @@ def main() -> None:
     for name in sys.argv[1:] or types:
         if name not in CONFIG_MAPPING:
             continue  # type by hand
-        if CONFIG_MAPPING[name]().get_text_config(decoder=True).model_type != name:
-            continue  # type of a model with several parts: files have the type of the text part
-        kind, usual = Kind(name), needed(name)
+        try:
+            if CONFIG_MAPPING[name]().get_text_config(decoder=True).model_type != name:
+                continue  # type of a model with several parts: files have the type of the text part
+            kind, usual = Kind(name), needed(name)
+        except Exception as error:  # no usable defaults, or classes of another type
+            print(f"{name}: {type(error).__name__} {error}", flush=True)
+            continue
         switches = [usual | switch for switch in SHAPES["switches"] if {*switch} <= {*kind.defaults}]
         shapes = [usual | shape for shape in SHAPES["types"].get(name, [])[1:]]
         for config in (usual, *files.get(name, []), *shapes, *switches):
@@ -464,7 +465,7 @@ def main() -> None:
                 if short != kind.own_names(config) and kind.fill(config) is None:
                     print(f"{name}: {kind.add(config)}", flush=True)
             except Exception as error:  # any exception of transformers for a value that the type does not allow
-                print(f"{name}: {str(error).strip().splitlines()[-1]}", flush=True)
+                print(f"{name}: {type(error).__name__} {error}", flush=True)
         if kind.data["variants"]:
             text = json.dumps(kind.data, separators=(",", ":"))
             write_atomically(FOLDER / f"{name}.json", text.encode(), argument="types")
