@@ -82,10 +82,14 @@ class Candidate:
         finish_s = Runner(self.per_rank, self.strategy).finish_s(chunks, program=lambda: self.program)
         return tuple(map(float, finish_s[:, 0]))
 
-    @property
+    @cached_property
     def ttft_s(self) -> float:
         """Time at which the last rank ends."""
-        return self.finish_s[-1]
+        found = self.search
+        if found is None or found.scenario is not self.per_rank:  # for example, a search with an engine's longest steps
+            return self.finish_s[-1]
+        is_same = found.partition == self.partition and found.strategy == self.strategy
+        return found.ttft_s if is_same else self.finish_s[-1]
 
     @cached_property
     def ttft_without_communication_s(self) -> float:
@@ -117,7 +121,7 @@ class Candidate:
         program = self.program if self.strategy.pipeline is None else None
         return memory_of(self.per_rank, self.strategy, self.partition, program)
 
-    @property
+    @cached_property
     def fits(self) -> bool:
         """Whether every GPU's peak is within the memory limit."""
         return fits(self.per_rank, self.memory)

@@ -8,7 +8,7 @@ networks whose flows do not share bandwidth; for other networks see kvrsim.execu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import groupby
@@ -184,58 +184,51 @@ class BatchEvaluator:
         self.arrivals: dict[Edge, deque[Array]] = {}
         self.offers: dict[Edge, Message] = {}  # rendezvous sends whose receiver has not arrived yet
         self.taken: set[Edge] = set()  # completed rendezvous, whose sender may continue
+        self.edges: dict[tuple[range, int], _Edges] = {}
         self.collectives: dict[tuple[int, int], Callable[[], Array]] = {}  # prepared, by first rank and its operation
         prologue, *kinds, epilogue = compile_blocks(program, cluster, draw)
-        everyone = range(program.num_ranks)
-        self._run(prologue, everyone)
+        self._run(prologue)
         for period, times in periods_of(program):
-            steps = [[step for kind in period for step in kinds[kind][rank]] for rank in everyone]
-            self._repeat(steps, times)
-        self._run(epilogue, everyone)
+            self._repeat(
+                [[step for kind in period for step in kinds[kind][rank]] for rank in range(len(self.ranks))], times
+            )
+        self._run(epilogue)
         self.finish_s = np.stack([rank.clock for rank in self.ranks])
 
     def _repeat(self, steps: Block, times: int) -> None:
-        """Run the period `times` times, separately for each group of ranks that exchange messages."""
-        exchanges = [step for own in steps for step in own if not isinstance(step, Segment)]
-        size = len(self.ranks)
-        if all(isinstance(step, AllGather) for step in exchanges):
-            size = next((step.among or size for step in exchanges if isinstance(step, AllGather)), 1)
-        reaches_steady_state = size == 1 or any(isinstance(one, AllGather | RingPass | AllToAll) for one in exchanges)
-        for first in range(0, len(self.ranks), size):
-            group = range(first, first + size)
-            if self.draw is None and reaches_steady_state and times > 1:
-                self._repeat_until_steady(steps, times, group)
-            else:
-                for _ in range(times):
-                    self._run(steps, group)
+        """Run the period `times` times; once all ranks advance alike, add the rest in one step.
 
-    def _repeat_until_steady(self, steps: Block, times: int, group: range) -> None:
-        """Run the period `times` times for a group of ranks; once all ranks advance alike, add the rest in one step."""
-        ranks, states_s = self.ranks[group.start : group.stop], list[Array]()
+        Ranks that only send messages to each other may advance at different rates, so they never do.
+        """
+        exchanges = [step for own in steps for step in own if not isinstance(step, Segment)]
+        is_collective = not exchanges or any(isinstance(one, AllGather | RingPass | AllToAll) for one in exchanges)
+        states_s: list[Array] = []
         for left in reversed(range(times)):
-            hosts_s, links_s = [rank.host_s for rank in ranks], dict(self.links_s)
-            self._run(steps, group)
+            hosts_s, links_s = [rank.host_s for rank in self.ranks], dict(self.links_s)
+            self._run(steps)
+            if self.draw is not None or not is_collective:
+                continue
             used = [edge for edge, free_s in self.links_s.items() if free_s is not links_s.get(edge)]
-            states_s.append(np.stack([*(rank.clock for rank in ranks), *(self.links_s[edge] for edge in used)]))
-            issued_s = [rank.host_s - before_s for rank, before_s in zip(ranks, hosts_s, strict=True)]
+            states_s.append(np.stack([*(rank.clock for rank in self.ranks), *(self.links_s[edge] for edge in used)]))
+            issued_s = [rank.host_s - before_s for rank, before_s in zip(self.ranks, hosts_s, strict=True)]
             for cycle in filter(lambda cycle: left % cycle == 0, CYCLES):
                 advance_s = steady_advance(states_s[-1 - 2 * cycle :: cycle], cycle * max(issued_s))
                 if advance_s is not None:
-                    for rank, host_s in zip(ranks, issued_s, strict=True):
+                    for rank, host_s in zip(self.ranks, issued_s, strict=True):
                         rank.clock += left // cycle * advance_s
                         rank.host_s += left * host_s
                     for edge in used:
                         self.links_s[edge] = self.links_s[edge] + left // cycle * advance_s
                     return
 
-    def _run(self, steps: Block, group: range) -> None:
+    def _run(self, steps: Block) -> None:
         """Run ranks to the end of their steps; a collective runs once all of its ranks have reached it."""
-        for index in group:
-            self.ranks[index].steps, self.ranks[index].step = steps[index], 0
+        for rank, own in zip(self.ranks, steps, strict=True):
+            rank.steps, rank.step = own, 0
         while True:
             before = self._progress()
-            states = {index: self._advance(index, self.ranks[index]) for index in group}
-            if all(state == "done" for state in states.values()):
+            states = [self._advance(index, rank) for index, rank in enumerate(self.ranks)]
+            if all(state == "done" for state in states):
                 return
             groups = self._ready(states)
             for ranks in groups:
@@ -243,10 +236,10 @@ class BatchEvaluator:
             if not groups and self._progress() == before:
                 raise AssertionError(f"the program deadlocks: {states}")
 
-    def _ready(self, states: Mapping[int, str]) -> list[range]:
+    def _ready(self, states: Sequence[str]) -> list[range]:
         """Groups of ranks that have all reached their collective."""
         groups = set()
-        for index, state in states.items():
+        for index, state in enumerate(states):
             if state == "collective":
                 op, num_ranks = self.ranks[index].steps[self.ranks[index].step], len(self.ranks)
                 groups.add(op.members(index, num_ranks) if isinstance(op, AllGather) else range(num_ranks))
@@ -364,7 +357,7 @@ class BatchEvaluator:
 
     def _all_gather(self, ranks: range, ops: Sequence[AllGather]) -> Callable[[], Array]:
         """Prepare a ring all-gather: in step k, each rank forwards the piece that has made k hops."""
-        edges = _Edges(self.cluster, ranks, 1)
+        edges = self._edges(ranks, 1)
         pieces = self._stack([op.nbytes for op in ops])
         pieces_s = [  # by step: seconds of the piece that each rank holds in this step
             edges.seconds(lambda path, nbytes: path.gather_step_s(nbytes, len(ranks)), _shifted(pieces, step))
@@ -390,7 +383,7 @@ class BatchEvaluator:
 
     def _ring_pass(self, ranks: range, ops: Sequence[RingPass]) -> Callable[[], Array]:
         """Prepare rounds of work, in each of which a piece goes to the next rank."""
-        edges = _Edges(self.cluster, ranks, 1)
+        edges = self._edges(ranks, 1)
         rounds_s = [self._stack([op.device_s[index] for op in ops]) for index in range(len(ranks))]
         sent_s = [
             edges.seconds(Path.busy_s, self._stack([op.nbytes[index] for op in ops])) for index in range(len(ranks) - 1)
@@ -424,21 +417,29 @@ class BatchEvaluator:
 
     def _all_to_all(self, ranks: range, ops: Sequence[AllToAll]) -> Callable[[], Array]:
         """Prepare an all-to-all: messages to the ranks `shift` positions later are evaluated together."""
-        shifts = range(1, len(ranks))
-        edges = [_Edges(self.cluster, ranks, shift) for shift in shifts]
-        sizes = [self._stack([op.nbytes[shift - 1] for op in ops]) for shift in shifts]
-        busy_s = [one.seconds(Path.busy_s, size) for one, size in zip(edges, sizes, strict=True)]
-        latency_s = [one.values("latency_s", size) for one, size in zip(edges, sizes, strict=True)]
+        size = len(ranks)
+        nbytes = self._stack([op.nbytes for op in ops])
+        each = []  # by shift: edges, seconds on the links, latencies
+        for shift in range(1, size):
+            edges, own = self._edges(ranks, shift), nbytes[:, shift - 1]
+            each.append((edges, edges.seconds(Path.busy_s, own), edges.values("latency_s", own)))
 
         def run() -> Array:
-            start = np.stack([rank.issue(op.host_s) for rank, op in zip(self.ranks, ops, strict=True)])
-            left, clock = start, start
-            for shift, edge, sent_s, late_s in zip(shifts, edges, busy_s, latency_s, strict=True):
-                left = self._sent_s(edge, np.maximum(left, _shifted(start, -shift)), sent_s)
-                clock = np.maximum(clock, _shifted(left + late_s, shift))
-            return np.maximum(clock, left)
+            left = np.stack([rank.issue(op.host_s) for rank, op in zip(self.ranks, ops, strict=True)])
+            # Ranks twice in a row: the rank `shift` positions later is then a slice.
+            start, clock = np.concatenate([left, left]), np.concatenate([left, left])
+            for shift, (edges, sent_s, late_s) in enumerate(each, 1):
+                left = self._sent_s(edges, np.maximum(left, start[shift : shift + size]), sent_s)
+                there = clock[shift : shift + size]
+                np.maximum(there, left + late_s, out=there)
+            return np.asarray(np.maximum(np.maximum(clock[:size], clock[size:]), left))
 
         return run
+
+    def _edges(self, ranks: range, shift: int) -> _Edges:
+        if (ranks, shift) not in self.edges:
+            self.edges[ranks, shift] = _Edges(self.cluster, ranks, shift)
+        return self.edges[ranks, shift]
 
     def _stack(self, values: Sequence[Array]) -> Array:
         """One row per rank, shape (ranks, B), with an additional axis of samples under noise."""
@@ -474,9 +475,15 @@ class _Edges:
 
 def seconds_on(paths: Sequence[Path], time_of: Callable[[Path, Array], Array], nbytes: Array) -> Array:
     """Seconds of messages, one per path; nbytes: shape (paths, ...)."""
-    if len(set(paths)) == 1:
+    rows: dict[Path, list[int]] = {}
+    for row, path in enumerate(paths):
+        rows.setdefault(path, []).append(row)
+    if len(rows) == 1:
         return time_of(paths[0], nbytes)
-    return np.stack([time_of(path, own) for path, own in zip(paths, nbytes, strict=True)])
+    seconds = np.empty(nbytes.shape)
+    for path, own in rows.items():
+        seconds[own] = time_of(path, nbytes[own])
+    return seconds
 
 
 def _column(values: Sequence[float] | Array, like: Array) -> Array:

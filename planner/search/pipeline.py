@@ -117,7 +117,7 @@ def search_pipeline(
     evaluations = run.evaluator.evaluations
     report = SearchReport(method=run.method, evaluations=evaluations, seconds=time.perf_counter() - begin_s)
     strategy, partition = replace(strategy, stage_layers=layers), Partition(chunk_lens=lengths)
-    return SearchResult(strategy=strategy, partition=partition, ttft_s=ttft_s, report=report)
+    return SearchResult(scenario=scenario, strategy=strategy, partition=partition, ttft_s=ttft_s, report=report)
 
 
 def search_even_pieces(scenario: Scenario, strategy: Strategy, on_progress: OnProgress | None = None) -> SearchResult:
@@ -136,7 +136,9 @@ def search_even_pieces(scenario: Scenario, strategy: Strategy, on_progress: OnPr
     partition, ttft_s = _best_even_pieces(evaluator)
     seconds = time.perf_counter() - begin_s
     report = SearchReport(method="pieces", evaluations=evaluator.evaluations, seconds=seconds)
-    return SearchResult(strategy=strategy, partition=partition, ttft_s=ttft_s, report=report)
+    return SearchResult(
+        scenario=evaluator.scenario, strategy=strategy, partition=partition, ttft_s=ttft_s, report=report
+    )
 
 
 def with_step_time(scenario: Scenario, statistic: Literal["mean", "p90"]) -> Scenario:

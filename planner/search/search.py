@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -46,6 +46,7 @@ _COARSE = 64  # strides in the shortest chunk below which the stride is too coar
 class SearchResult:
     """A partition, and the effort of the search that found it."""
 
+    scenario: Scenario = field(compare=False, repr=False)  # scenario of ttft_s, per rank of the strategy
     strategy: Strategy  # strategy; for a pipeline, with the layers of its stages
     partition: Partition
     ttft_s: float
@@ -106,6 +107,7 @@ def search(
         limit=evaluator.most if run.was_limited else None,
     )
     return SearchResult(
+        scenario=scenario,
         strategy=strategy,
         partition=partition,
         ttft_s=ttft_s,
