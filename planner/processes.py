@@ -37,9 +37,7 @@ class Pool:
     backend: str = "loky"  # one of POOL_BACKENDS; "loky" means processes of this machine
     dask_address: str | None = None  # address of a Dask scheduler; None: a new cluster on this machine
     time_budget_s: float = math.inf  # seconds after which no further calls begin, if `run` may leave calls out
-    _begin_s: float = field(
-        default_factory=time.time, repr=False
-    )  # start of the budget, on a clock that all processes share
+    _begin_s: float = field(default_factory=time.time, repr=False)  # start of the time budget
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, repr=False)
 
     def __post_init__(self) -> None:
