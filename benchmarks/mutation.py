@@ -3,8 +3,8 @@
 python benchmarks/mutation.py [--sample 150] [--seed 1] [--only PATH] [--again]    try mutants that have no result yet
 python benchmarks/mutation.py --report                                   write results/mutation.md
 
-A mutant is the code with one changed operator, constant, condition or call, or without one statement; assertions,
-messages and imports stay unchanged. The tests of each mutant run in a fork, in which the mutant's definitions replace
+A mutant is the code with one changed operator, constant, condition or call, or without one statement; assertions
+(also `strict` of zip), messages and imports stay unchanged. The tests of each mutant run in a fork, in which the mutant's definitions replace
 those of the module. Results are kept in results/mutation.json. A mutant's name contains the code of the changed
 statement, so that a mutant is tried again if the statement changes. data/equivalent_mutants.json lists surviving
 mutants that cannot change an answer, with the reason.
@@ -146,7 +146,8 @@ def _own_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
     for name, value in ast.iter_fields(statement):
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.expr) and name not in ("annotation", "returns", "decorator_list", "bases"):
-                yield from ast.walk(child)
+                checks = [one.value for one in ast.walk(child) if isinstance(one, ast.keyword) and one.arg == "strict"]
+                yield from (node for node in ast.walk(child) if node not in checks)
     if isinstance(statement, ast.AugAssign):
         yield statement
 
