@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrsim.hardware import GpuSpec, LinkSpec
+from kvrsim.hardware import GpuSpec
 from kvrsim.kernels.attention import AttentionCall, AttentionRates, EagerRates
 from kvrsim.kernels.elementwise import ELEMENTWISE_OPS
 from kvrsim.kernels.gemm import Product
@@ -32,7 +32,6 @@ from tests.building import (
     draws,
     examples,
     log,
-    plain,
 )
 
 FACTORS = st.floats(1e-3, 1e3)
@@ -279,15 +278,3 @@ def test_every_rate_times_k_is_every_time_over_k(rng: Draws, factor: float) -> N
         assert faster.bytes_per_s(op) == pytest.approx(elementwise.bytes_per_s(op) * factor)
     nbytes = np.geomspace(1, 1e10, 50)
     assert scale(gather, 1 / factor).seconds(nbytes, 5) == pytest.approx(gather.seconds(nbytes, 5) / factor, rel=1e-9)
-
-
-@given(rng=draws())
-@examples(50)
-def test_links_without_measurements_cost_the_same_either_way(rng: Draws) -> None:
-    """A rate of short messages that equals the bandwidth has no effect."""
-    cluster = plain(any_cluster(rng, 3, topologies=("switch",)))
-    link: LinkSpec = cluster.link
-    same = replace(cluster, link=replace(link, short_bytes_per_s=link.bandwidth_bytes_per_s))
-    nbytes = np.geomspace(1, 1e10, 50)
-    assert (same.path(0, 1).busy_s(nbytes) == cluster.path(0, 1).busy_s(nbytes)).all()
-    assert (cluster.path(0, 1).gather_step_s(nbytes, 3) == cluster.path(0, 1).busy_s(nbytes)).all()

@@ -87,21 +87,6 @@ def test_as_a_fluid(arriving: Flows, bandwidth: float) -> None:
     assert through_the_bus(arriving, bandwidth) == pytest.approx(fluid(arriving, bandwidth), rel=1e-9)
 
 
-@given(arriving=flows, bandwidth=st.floats(0.1, 1e3))
-@examples(100)
-def test_the_bus_is_never_idle_while_a_flow_waits(arriving: Flows, bandwidth: float) -> None:
-    """Work conservation: the last flow ends at the same time as if the flows used the bus one after another."""
-    busy_until = 0.0
-    for arrives_s, nbytes in sorted(arriving):
-        busy_until = max(busy_until, arrives_s) + nbytes / bandwidth
-    left = through_the_bus(arriving, bandwidth)
-    assert max(left) == pytest.approx(busy_until, rel=1e-9)
-    for (arrives_s, nbytes), left_s in zip(arriving, left, strict=True):
-        alone_s = nbytes / bandwidth
-        assert left_s - arrives_s >= alone_s * (1 - 1e-9) - 1e-9 * left_s
-        assert left_s - arrives_s <= alone_s * len(arriving) * (1 + 1e-9) + 1e-9 * left_s
-
-
 # -- programs on a bus
 
 
@@ -172,15 +157,3 @@ def test_no_faster_than_all_bytes_over_the_bandwidth(rng: Draws) -> None:
         own = replace(plain(scenario.cluster), topology="switch")
         for shared_s, own_s in zip(replay.finish_s, EventSimulation(program, own, record=False).finish_s, strict=True):
             assert shared_s >= own_s * (1 - 1e-9), "a share of a bus is no faster than all of it"
-
-
-@given(rng=draws())
-@examples(60)
-def test_one_flow_at_a_time_is_as_on_a_switch(rng: Draws) -> None:
-    """With two ranks and messages that hold both of them, at most one flow is active."""
-    scenario = any_scenario(rng, num_gpus=(2, 2), topologies=("bus",), roofline=False, sends="rendezvous")
-    cut = any_partition(rng, scenario.request.new_tokens, 2)
-    program = build_program(scenario, STRATEGIES["kvr-s"], [np.array([float(chunk)]) for chunk in cut])
-    own = replace(plain(scenario.cluster), topology="switch")
-    want = EventSimulation(program, own, record=False).finish_s
-    assert EventSimulation(program, scenario.cluster, record=False).finish_s == pytest.approx(want, rel=1e-12)

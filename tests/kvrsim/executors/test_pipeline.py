@@ -55,10 +55,3 @@ def test_pipelines_equal_their_programs(name: str, gpus: int, profile: str) -> N
     assert finish_s == pytest.approx(run_program(program, scenario.cluster), rel=1e-9)
     compute_s = pipeline_computes_s(scenario, strategy, pieces, scenario.cost)
     assert compute_s == pytest.approx(computes_s(program), rel=1e-12)
-
-
-def test_slow_slow_a_pipeline() -> None:
-    scenario = for_strategy(make_scenario(ctx=1000, gpus=3)[0], SEARCHED)
-    slow = replace(scenario, cluster=UnevenCluster.of(scenario.cluster, [SlowGpu(rank=2, factor=2.0)], []))
-    chunks = np.array([[500.0], [500.0]])
-    assert Runner(slow, SEARCHED).finish_s(chunks)[-1] > 1.2 * Runner(scenario, SEARCHED).finish_s(chunks)[-1]

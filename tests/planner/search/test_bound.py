@@ -148,13 +148,6 @@ def test_query_blocks(rng: Draws, seed: int, measured: bool) -> None:
     assert_nothing_beats_the_bound(scenario, seed, 60, BLOCKS)
 
 
-@given(rng=draws(), seed=SEEDS)
-@examples(12)
-def test_a_bus(rng: Draws, seed: int) -> None:
-    scenario = any_scenario(rng, num_gpus=(2, 4), topologies=("bus",), decades=(5, 10))
-    assert_nothing_beats_the_bound(scenario, seed, 15)
-
-
 @given(scenario=scenarios(num_gpus=(1, 1)))
 @examples(20)
 def test_one_gpu(scenario: Scenario) -> None:
