@@ -49,7 +49,7 @@ _MOST_GAIN = {"search": 0.1, "searched-pieces": 0.15}  # largest share of TTFT t
 _MOST_GAIN_OF_CHAIN = 0.001  # largest assumed gain of a search over a chain's analytical plan with a proven bound
 CHUNKED = "pp1"  # chunked prefill: one stage that takes the context in steps
 _SHORT_PIECES = 64  # pieces per stage for which a pipeline's activations are assumed to be smallest
-RINGS, MOST_IN_RINGS = ("ring", "striped", "zigzag-ring", "zigzag"), 128  # cost of simulating rings: GPUs²
+_RINGS, _MOST_IN_RINGS = ("ring", "striped", "zigzag-ring", "zigzag"), 128  # cost of simulating rings: ranks²
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +327,7 @@ class ComparedStrategies:
     strategies: tuple[Strategy, ...]
     limited: bool = False  # whether the search budget limits the comparison
     notes: tuple[str, ...] = ()  # notes on strategies that the machine or the model does not allow
-    not_compared: tuple[str, ...] = ()  # names: those that cannot fit in memory, least excess first; then long rings
+    not_compared: tuple[str, ...] = ()  # names: those that cannot fit in memory, least excess first; then rings of many ranks
 
 
 def strategies_to_compare(
@@ -352,13 +352,13 @@ def strategies_to_compare(
             title = deploy_engine(only.name).title
             raise InputError("strategies", ",".join(map(label_of, names)), f"what {title} has here: {has}")
         return ComparedStrategies(strategies=asked)
-    alone, long = scenario.cluster.num_gpus == 1, scenario.cluster.num_gpus > MOST_IN_RINGS
+    alone = scenario.cluster.num_gpus == 1
     allowed, notes = _allowed(scenario, ("single", CHUNKED)) if alone else all_for(scenario)
     if noisy:
         allowed = tuple(one for one in allowed if one.group_size == 1 and one.pipeline is None)
     if only is not None:
         allowed, notes = tuple(one for one in allowed if only.has(one, scenario)), ()
-    rings = [one.name for one in allowed if long and names is None and one.name in RINGS]
+    rings = [one.name for one in allowed if names is None and takes_long(scenario, one)]
     least = {one.name: least_bytes(scenario, one) for one in allowed if one.name not in rings}
     misfits = [name for name in sorted(least, key=least.__getitem__) if least[name] > scenario.memory_limit.nbytes]
     if misfits:
@@ -376,6 +376,14 @@ def strategies_to_compare(
         notes=notes,
         not_compared=(*left_out, *rings),
     )
+
+
+def takes_long(scenario: Scenario, strategy: Strategy) -> bool:
+    """Whether the strategy is a ring of many ranks, or a pipeline whose stages are: simulating these takes long."""
+    if strategy.pipeline is not None:
+        return context_ranks(strategy) >= _MOST_IN_RINGS
+    is_ring = strategy.name.rpartition("+")[2] in _RINGS
+    return is_ring and per_rank_scenario(scenario, strategy).cluster.num_gpus > _MOST_IN_RINGS
 
 
 class Comparison(NamedTuple):

@@ -15,13 +15,12 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks
 from planner.candidates import (
-    MOST_IN_RINGS,
-    RINGS,
     Candidate,
     all_for,
     choose_partition,
     distinct,
     per_rank_scenario,
+    takes_long,
 )
 
 _MOST_TIMES, _MOST_GPUS = 16, 512  # largest factor on the GPUs, and largest number of GPUs, that are tried
@@ -100,7 +99,7 @@ def _first_that_fits(scenario: Scenario, compared: Iterable[str], change: str) -
     for strategy in distinct(all_for(scenario)[0]):
         if strategy.partition_rule in _RULES and strategy.name not in compared and strategy.approximate is None:
             with suppress(InputError):  # for example, fewer tokens than GPUs
-                if not _takes_long(scenario, strategy):
+                if not takes_long(scenario, strategy):
                     candidates.append((_rough_peak(scenario, strategy), strategy.name, strategy))
     for rough, name, strategy in sorted(candidates)[:_TRIED]:
         per_rank = per_rank_scenario(scenario, strategy)
@@ -110,12 +109,6 @@ def _first_that_fits(scenario: Scenario, compared: Iterable[str], change: str) -
         if memory <= scenario.memory_limit.nbytes:
             return (_remedy(scenario, name, memory, f"{change} --strategies {name}".strip()),)
     return ()
-
-
-def _takes_long(scenario: Scenario, strategy: Strategy) -> bool:
-    """Whether the strategy is a ring of many ranks, which plans do not compare either."""
-    ranks = per_rank_scenario(scenario, strategy).cluster.num_gpus
-    return ranks > MOST_IN_RINGS and strategy.name.rpartition("+")[2] in RINGS
 
 
 def _rough_peak(scenario: Scenario, strategy: Strategy) -> int:
