@@ -327,7 +327,7 @@ class ComparedStrategies:
     strategies: tuple[Strategy, ...]
     limited: bool = False  # whether the search budget limits the comparison
     notes: tuple[str, ...] = ()  # notes on strategies that the machine or the model does not allow
-    not_compared: tuple[str, ...] = ()  # names: those that cannot fit in memory, least excess first; then rings of many ranks
+    not_compared: tuple[str, ...] = ()  # names: those that cannot fit in memory, least excess first; then long rings
 
 
 def strategies_to_compare(
