@@ -379,7 +379,7 @@ def strategies_to_compare(
 
 
 def takes_long(scenario: Scenario, strategy: Strategy) -> bool:
-    """Whether the strategy is a ring of many ranks, or a pipeline whose stages are: simulating these takes long."""
+    """Whether simulating the strategy takes long: a ring of many ranks, or stages with many context ranks."""
     if strategy.pipeline is not None:
         return context_ranks(strategy) >= _MOST_IN_RINGS
     is_ring = strategy.name.rpartition("+")[2] in _RINGS

@@ -198,7 +198,7 @@ class BatchEvaluator:
     def _repeat(self, steps: Block, times: int) -> None:
         """Run the period `times` times; once all ranks advance alike, add the rest in one step.
 
-        Ranks that only send messages to each other may advance at different rates, so they never do.
+        Ranks that exchange only messages may advance at different rates, so every period is run for them.
         """
         exchanges = [step for own in steps for step in own if not isinstance(step, Segment)]
         is_collective = not exchanges or any(isinstance(one, AllGather | RingPass | AllToAll) for one in exchanges)

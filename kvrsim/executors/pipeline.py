@@ -96,8 +96,8 @@ class _Joint:
     def of_layer(cls, ops: Sequence[Sequence[Op]], paths: Sequence[Path], shape: tuple[int, ...]) -> _Joint:
         """A layer, from the operations of each rank.
 
-        The layer runs once for each rank that begins at 0 while the others are not waited for, and once for hosts that
-        begin at 0. A link is always free again before both of its ranks reach the next all-gather.
+        The layer is evaluated once per rank i, which begins at 0 while nothing waits for the other ranks, and once with
+        only the hosts, which begin at 0. A link is free again before both of its ranks reach the next all-gather.
         paths: path of each rank to the next one of the ring. shape: (pieces, partitions).
         """
         size = len(ops)

@@ -230,7 +230,7 @@ class Beam:
         return int(cell)
 
     def _walk(self, layouts: Sequence[Layers], references: Sequence[Index]) -> list[Pieces]:
-        """The labels of the last node, for each layout with a reference partition that estimates the remaining time."""
+        """Visit all nodes; return the labels of the last one. Each layout has a reference for the remaining time."""
         stages = self._stages(layouts)
         walk, rest_s = _Walk(self, stages), self._rest_s(stages, references)
         count = len(references)

@@ -274,7 +274,7 @@ class _Search:
         return [self._layers(rows[index]) for index in order if times_s[index] <= most_s]
 
     def _layer_moves(self, number: int) -> Boundaries:
-        """Moves of the ends of stages, alone and in groups; number: ends of pieces in a row."""
+        """Moves of the ends of stages, alone and in groups; number: how many ends of pieces a row has."""
         ends = [step * np.eye(self.num_stages - 1, dtype=np.int64) for step in (2, 4, 8, 16)]
         moves = np.pad(np.concatenate([groups(self.num_stages - 1), *ends]), ((0, 0), (number + 1, 0)))
         return np.concatenate([moves, -moves])
