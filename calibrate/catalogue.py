@@ -35,7 +35,7 @@ FOLDER = Path(__file__).parents[1] / "kvrsim" / "data" / "types"
 SHAPES: dict[str, Any] = json.loads(FOLDER.with_name("type_shapes.json").read_text("utf-8"))
 # Names of numbers that determine the kinds of layers, not widths.
 _STRUCTURE = re.compile("step|interval|pattern|every|freq|period|offset|_group|max_window|dense_|_dense")
-_MOST_LAYERS = 13  # maximum number of layers of the configurations that a template is compared on
+_MAX_LAYERS = 13  # largest number of layers in the comparisons of a template with its class
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -315,7 +315,7 @@ class Kind:
     def _fix(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str], free: set[str]) -> str:
         passed_on = ("max_position_embeddings", "vocab_size")  # no width depends on these
         usual, fixed = self.numbers(config), {key for key in numbers if key not in free and key not in passed_on}
-        if any(usual[key] > _MOST_LAYERS for key in fixed - _used(variant)):  # the number may be the index of a layer
+        if any(usual[key] > _MAX_LAYERS for key in fixed - _used(variant)):  # the number may be the index of a layer
             fixed |= {key for key in numbers if key in _LAYERS}
         for key in (key for key in fixed if usual[key] or not config.get(key, self.defaults[key])):  # kept by the class
             variant["fixed"][key] = usual[key]
@@ -345,7 +345,7 @@ class Kind:
                 numbers = {key: value for key, value in numbers.items() if key not in derived}
             other: dict[str, Any] = fixed | numbers
             if layers in keys or not layers:
-                count = draw.randint(8, _MOST_LAYERS)
+                count = draw.randint(8, _MAX_LAYERS)
                 other |= {name: (config[name] * count)[:count] for name in lists}
                 other |= {layers: count} if layers else {}
             try:
