@@ -1,8 +1,10 @@
-"""Random examples that once failed in a campaign of the executors' law, replayed from corpus.json.
+"""Replay the examples in corpus.json of the executors' law: five fixed ones, and all that failed in a campaign.
 
 python -m tests.laws.test_corpus SEED MINUTES    runs new examples; records the campaign and failed examples
 
-An example is a strategy, a network and the seed of a random.Random, which the builders draw the scenario from.
+An example is a strategy, a network and the seed of a random.Random, which the builders draw the scenario from. If a
+builder changes, so does the scenario of a seed: keep a scenario that must not be lost as files, as in
+tests/planner/search/cases.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ def test_the_recurrence_of_chains(name: str, gpus: int) -> None:
 
 def test_a_bus_in_steady_state() -> None:
     """Layers of a100-eager take longer than their launches, so not all 32 layers are simulated."""
-    scenario = for_strategy(make_scenario(ctx=8000, gpus=2, topology="bus")[0], STRATEGIES["tsp"])
-    program = build_program(scenario, STRATEGIES["tsp"], [np.full(1, 4000.0)] * 2)
+    scenario = for_strategy(make_scenario(ctx=4000, gpus=2, topology="bus")[0], STRATEGIES["tsp"])
+    program = build_program(scenario, STRATEGIES["tsp"], [np.full(1, 2000.0)] * 2)
     cluster = scenario.cluster
     assert _steady_finish_s(program, cluster, compile_blocks(program, cluster)) is not None
 
