@@ -9,7 +9,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program, for_strategy
 from kvrsim.executors.batch import compile_blocks
 from kvrsim.executors.bus import _steady_finish_s
-from kvrsim.executors.run import Runner
+from kvrsim.executors.run import Runner, ttft_s
 from kvrsim.strategies import STRATEGIES
 
 
@@ -31,3 +31,11 @@ def test_a_bus_in_steady_state() -> None:
 def test_many_samples_are_run_one_partition_at_a_time() -> None:
     runner = Runner(for_strategy(make_scenario(ctx=1000, gpus=2)[0], STRATEGIES["tsp"]), STRATEGIES["tsp"])
     assert runner.rows_at_once(2**20) == 1
+
+
+def test_blocks_hold_all_partitions() -> None:
+    scenario = for_strategy(make_scenario(ctx=1000, gpus=2)[0], STRATEGIES["kvr-s"])
+    rows = np.array([[first, 1000.0 - first] for first in range(1, 1000)] * 20)
+    times_s = ttft_s(scenario, STRATEGIES["kvr-s"], rows)
+    assert times_s.shape == (len(rows),)
+    assert (times_s[:3] == [ttft_s(scenario, STRATEGIES["kvr-s"], row[None])[0] for row in rows[:3]]).all()
