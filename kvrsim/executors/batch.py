@@ -193,6 +193,7 @@ class BatchEvaluator:
                 [[step for kind in period for step in kinds[kind][rank]] for rank in range(len(self.ranks))], times
             )
         self._run(epilogue)
+        self.collectives.clear()  # they refer to this evaluator: a cycle would keep its arrays until a collection
         self.finish_s = np.stack([rank.clock for rank in self.ranks])
 
     def _repeat(self, steps: Block, times: int) -> None:
@@ -209,6 +210,7 @@ class BatchEvaluator:
             if self.draw is not None or not is_collective:
                 continue
             used = [edge for edge, free_s in self.links_s.items() if free_s is not links_s.get(edge)]
+            states_s = states_s[-2 * max(CYCLES) :]
             states_s.append(np.stack([*(rank.clock for rank in self.ranks), *(self.links_s[edge] for edge in used)]))
             issued_s = [rank.host_s - before_s for rank, before_s in zip(self.ranks, hosts_s, strict=True)]
             for cycle in filter(lambda cycle: left % cycle == 0, CYCLES):
