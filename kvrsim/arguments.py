@@ -255,7 +255,7 @@ def entry(check: Check = text, default: Any = None, *, spelling: tuple[str, ...]
 
 
 def switch(help: str, section: str = "Output") -> Any:
-    """Declare an option of a command that is False by default."""
+    """Declare an option without a value, such as --json; False if the user does not write it."""
     return Option(help=help, section=section, check=flag, default=False)
 
 

@@ -49,7 +49,7 @@ PROMISED_CHUNK = 128  # minimum number of tokens of a chunk for which the profil
 LLAMA_SCORE_BYTES = 28.0  # bytes that Llama's code moves per score, see kvrsim/kernels/elementwise.py
 FORMS: tuple[LatentForm, ...] = ("expanded", "absorbed")
 
-_ALL_KEYS = 2**30  # block size of a kernel that also computes masked scores: one block has all keys
+_ALL_KEYS = 2**30  # longer than any prompt: one key block, so that masked scores are computed too
 _KEY_BLOCKS = (1, 64, 128, 256, 512, 1024, _ALL_KEYS)
 _LEAST_CONSTANT = 1e-15  # smaller fitted constants become 0
 _SEEN = ("chunk", "prefix", "num_attention_heads", "num_key_value_heads", "head_dim")

@@ -62,7 +62,7 @@ _USED_SHARE = 0.005  # a tile that is the fastest for a smaller share of the row
 _MOST_TYPE_ROWS = 4000  # maximum number of measurements per quantised type
 _TYPE_STARTS = 8
 _MOST_SHARE = 0.92  # largest share of the datasheet's rate that products of random data reach on a GPU
-_LARGE_SIZE = 16384  # rows and features of a product that is large enough to reach the form's highest rate
+_SATURATING_SIZE = 16384  # rows, inputs and outputs of a product at the highest rate of the form
 _SEEN = ("tokens", "in_features", "out_features")
 
 # Datasheets' rates of quantised types, as multiples of the rate of a type that GpuSpec has.
@@ -165,8 +165,8 @@ def check_full_waves(rates: GemmRates, gpu: GpuSpec, argument: str) -> None:
     """Raise InputError if products reach a larger share of the GPU's datasheet rate than random data allow."""
     if not has_waves(gpu) or not rates.tiles:
         return
-    product = Product(_LARGE_SIZE, _LARGE_SIZE)
-    rows = np.array([float(_LARGE_SIZE)])
+    product = Product(_SATURATING_SIZE, _SATURATING_SIZE)
+    rows = np.array([float(_SATURATING_SIZE)])
     share = float(rows[0] * product.flops_per_row / rates.form_s(rows, product, HALF_BYTES)[0]) / peak_flops(gpu)
     if share > _MOST_SHARE:
         got = f"gemm rows that come to {share:.0%} of the datasheet of {gpu.name}"

@@ -98,8 +98,8 @@ class LayerCosts:
         return self._mixer
 
     @property
-    def merging(self) -> MergedCost:
-        """Costs of a mixer that can merge its results for blocks of keys."""
+    def block_mixer(self) -> MergedCost:
+        """Costs of the layer's mixer where attention over several blocks of keys is merged into one result (ring)."""
         assert isinstance(self._mixer, MergedCost), "a mixer whose blocks are not merged"
         return self._mixer
 

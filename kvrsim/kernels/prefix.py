@@ -90,11 +90,11 @@ class PrefixAccessPlan:
         return 0.0 if self.access == "whole" else 1.0 / self.num_ranks
 
     def load(self, prefix_bytes: Array, *, reads_peers: bool) -> Load | None:
-        """Load of a rank for a layer with a prefix of `prefix_bytes` bytes; None if the rank loads nothing.
+        """What one rank loads for one layer whose prefix has `prefix_bytes` bytes; None if the rank loads nothing.
 
-        Data from host or store stays in memory, so all layers are loaded one after another from the beginning. Data
-        from other ranks is dropped after its layer: at most two layers are in memory, the current one and the next.
-        reads_peers: the rank reads the other shares, because the strategy's messages do not carry them.
+        Data from host or store stays in memory; the rank loads it layer after layer from the start of the prefill. The
+        rank drops data from other ranks after the layer, so that it holds two layers at most: the current and the next.
+        reads_peers: the rank reads the shares of other ranks itself; False if the strategy's messages carry them.
         """
         own = prefix_bytes if self.access == "whole" else prefix_bytes / self.num_ranks
         if not (reads_peers and self.peers is not None):

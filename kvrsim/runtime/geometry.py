@@ -212,7 +212,7 @@ def _layout(mixer: Mixer | None, config: Any, attention: Attention) -> Layout:
         # Falcon 40B repeats each KV head for every query head that shares it, and expects repeated heads.
         repeats = returned = mixer.num_attention_heads // kv_heads
     elif config.model_type == "falcon" and kv_heads == 1 and attention != "eager":
-        # With one KV head for many query heads, SDPA uses its slowest kernel. A view with repeated heads costs nothing.
+        # SDPA is slowest with one KV head for many query heads. Repeating that head as a view takes no time or memory.
         returned = mixer.num_attention_heads
     return KvLayout(
         num_key_value_heads=kv_heads,

@@ -34,14 +34,14 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
     """
     held_lens = step.lengths[held(step, rank)]
     costs, chunk = step.costs, step.chunks[rank]
-    own_s = costs.mixer.attention_s(chunk, step.held_prefix) + costs.merging.upcast_s(chunk)
+    own_s = costs.mixer.attention_s(chunk, step.held_prefix) + costs.block_mixer.upcast_s(chunk)
     if costs.setting.prefix.share:
-        to_share_s = costs.merging.share_s(chunk, step.starts[rank])
-        merged_s = np.where((to_share_s > 0) & ~calls[:, None], costs.merging.merge_s(chunk), 0.0)
+        to_share_s = costs.block_mixer.share_s(chunk, step.starts[rank])
+        merged_s = np.where((to_share_s > 0) & ~calls[:, None], costs.block_mixer.merge_s(chunk), 0.0)
         blocks_s = blocks_s + to_share_s + merged_s
         calls = np.ones_like(calls)
     work_s = np.concatenate([np.broadcast_to(own_s, blocks_s[:1].shape), blocks_s])
-    block_host_s = costs.host_attention_s + costs.setting.host.kernel_s * costs.merging.merge_kernels
+    block_host_s = costs.host_attention_s + costs.setting.host.kernel_s * costs.block_mixer.merge_kernels
     most_keys = np.maximum(step.lengths.max(axis=0), step.held_prefix + chunk)
     yield RingPass(
         name="attention",
@@ -52,7 +52,7 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
         message_share=costs.setting.message_share,
         score_elements=costs.mixer.score_elements(chunk, most_keys),
     )
-    yield Compute(name="cast", device_s=costs.merging.upcast_s(chunk), kind="merge")
+    yield Compute(name="cast", device_s=costs.block_mixer.upcast_s(chunk), kind="merge")
 
 
 def held(step: Step, rank: int) -> npt.NDArray[np.intp]:
@@ -66,7 +66,7 @@ def _blocks_s(step: Step, rank: int) -> Array:
     before = (others < rank)[:, None]
     keys = step.lengths[others] * before
     ends = step.begins[others] + keys
-    return step.costs.merging.block_s(chunk, start, keys, np.where(before, ends, start))
+    return step.costs.block_mixer.block_s(chunk, start, keys, np.where(before, ends, start))
 
 
 def striped_layer(step: Step, rank: int) -> Iterator[Op]:
@@ -79,7 +79,7 @@ def striped_layer(step: Step, rank: int) -> Iterator[Op]:
     yield step.append_kv(rank, prefix=step.held_prefix)
     half_s = step.costs.mixer.attention_s(chunk, np.zeros_like(chunk))
     later = (held(step, rank)[1:] > rank)[:, None]
-    merges_s = np.where(later, step.costs.merging.merge_s(chunk, part=True), step.costs.merging.merge_s(chunk))
+    merges_s = np.where(later, step.costs.block_mixer.merge_s(chunk, part=True), step.costs.block_mixer.merge_s(chunk))
     yield from pass_kv(step, rank, half_s + merges_s, np.ones(step.num_ranks - 1, dtype=bool))
     yield step.output_mlp(rank)
 
@@ -104,8 +104,8 @@ def _zigzag_blocks_s(step: Step, rank: int) -> Array:
     (early, early_start), (late, late_start) = all_pieces(step)
     costs, others = step.costs, held(step, rank)[1:]
     ends = early_start[others] + early[others], late_start[others] + late[others]
-    to_early_s = costs.merging.block_s(step.chunks[rank], early_start[rank], early[others], ends[0])
-    of_late_s = costs.merging.block_s(late[rank], late_start[rank], step.lengths[others], ends[1], part=True)
+    to_early_s = costs.block_mixer.block_s(step.chunks[rank], early_start[rank], early[others], ends[0])
+    of_late_s = costs.block_mixer.block_s(late[rank], late_start[rank], step.lengths[others], ends[1], part=True)
     return np.where((others > rank)[:, None], to_early_s, of_late_s)
 
 

@@ -14,7 +14,7 @@ from kvrsim.strategies.layers import layer_ops
 
 _INSIDE = np.array([-0.2, 0.2, 0.4, 0.6, 0.8, 1.2])[:, None]  # trial points, some outside the bracket
 _NEAR = np.array([-0.02, 0.02])[:, None]  # trial points next to the linear estimate of the crossing
-_WIDER = 2.0  # factor on the width of a bracket that has no crossing
+_BRACKET_GROWTH = 2.0  # factor by which a bracket without a crossing grows
 _DAMPING = 0.8  # a longer chunk shortens those after it; without damping, chunks oscillate
 
 
@@ -215,8 +215,8 @@ def longest_chunks_within(
         low = np.maximum.reduce(tried, axis=1, where=within, initial=1.0)
         high = np.minimum(np.minimum.reduce(tried, axis=1, where=~within, initial=np.inf), room)
         none, all_ = low_s == -np.inf, high_s == np.inf
-        low = np.where(none, np.maximum(1.0, high - _WIDER * width), low)
-        high = np.where(all_, np.minimum(room, low + _WIDER * width), high)
+        low = np.where(none, np.maximum(1.0, high - _BRACKET_GROWTH * width), low)
+        high = np.where(all_, np.minimum(room, low + _BRACKET_GROWTH * width), high)
         with np.errstate(invalid="ignore"):
             share = np.where(none | all_, 0.5, low_s / (low_s - high_s))
         chunks = chunks + _DAMPING * (low + share * (high - low) - chunks)

@@ -50,7 +50,7 @@ from planner.search.balance import ChainWork, balanced_chunks, longest_chunks_wi
 from planner.search.minimise import unique_rows
 
 PRECISION = 2.0**-12  # relative precision of a chunk
-_NEARLY = 0.999  # share of a limit that still proves a wall
+_WALL_SHARE = 0.999  # a wall is proven if a chunk that ends there takes this share of the time limit
 FIRST, AGAIN = (0.25, 32), (0.05, 12)  # (half-width of the first bracket as a share of a chunk, number of rounds)
 
 
@@ -112,7 +112,7 @@ class SendersBetweenWalls:
         starts = np.concatenate([np.full_like(ends[:1], self.first_start), ends[:-1]])
         each_s = self._needed_s(0, starts[:, None], ends, waits)[:, 0]
         free = ends[:-1] <= self.floors[:-1]  # a wall at this limit needs no proof
-        holds = np.logical_and.accumulate((free | (each_s[1:] >= limit * _NEARLY))[::-1], axis=0)[::-1]
+        holds = np.logical_and.accumulate((free | (each_s[1:] >= limit * _WALL_SHARE))[::-1], axis=0)[::-1]
         others_s = np.where(holds & ~free, each_s[1:], np.inf).min(axis=0, initial=np.inf)
         ends[:-1] = np.where(holds, ends[:-1], self.floors[:-1])
         first_s = np.where(holds.all(axis=0), each_s[0], 0.0)

@@ -65,7 +65,7 @@ class Sensitivity(NamedTuple):
 
     @classmethod
     def proportional(cls, log_sd: float) -> Sensitivity:
-        """The sensitivity of a TTFT that is proportional to its source."""
+        """The sensitivity to a factor on the whole TTFT, whose logarithm has the standard deviation log_sd."""
         half_width = DEVIATES_OF_80_PERCENT * log_sd
         return cls(-half_width, half_width)
 

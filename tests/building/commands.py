@@ -44,8 +44,8 @@ def refusal(capsys: Capture, *words: object) -> str:
     return err
 
 
-def unpacked(page: str) -> dict[str, Any]:
-    """Return the data of a page that kvrsim.views.page.render made."""
-    held = page.split('id="kv-data">', 1)[1].split("<", 1)[0]
-    found: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(held)))
-    return found
+def page_data(page: str) -> dict[str, Any]:
+    """Decode the JSON data inside an HTML page that kvrsim.views.page.render wrote."""
+    text = page.split('id="kv-data">', 1)[1].split("<", 1)[0]
+    data: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(text)))
+    return data

@@ -289,7 +289,7 @@ def test_a_measured_merge_moves_two_results_and_writes_one(rng: Draws, rate: flo
             continue
         heads, width = mixer.num_attention_heads, 3 * own.request.dtype_bytes
         nbytes = own.request.batch * cut[0] * heads * width * (mixer.v_head_dim + 1)
-        seconds = float(costs.merging.merge_s(np.array([float(cut[0])]))[0])
+        seconds = float(costs.block_mixer.merge_s(np.array([float(cut[0])]))[0])
         assert seconds == pytest.approx(own.cost.scale * nbytes / rate)  # type: ignore[attr-defined]
 
 

@@ -64,7 +64,7 @@ class Layer:
         spec = self.scenario.model
         queries = self.tokens if tokens is None else np.array([tokens])
         expected = self._output_s(10.0, queries) + self._output_s(12.0 / spec.head_dim, queries)
-        assert number(self.costs.merging.merge_s(queries, part=part)) == pytest.approx(expected)
+        assert number(self.costs.block_mixer.merge_s(queries, part=part)) == pytest.approx(expected)
         return expected
 
     def _output_s(self, element_bytes: float, tokens: Array | None = None) -> float:

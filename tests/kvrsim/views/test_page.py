@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvrsim.views.page import CHARTS, Page, Section, render, tag
 from kvrsim.views.timeline import SCRIPTS
 from tests.building import examples
-from tests.building.commands import unpacked
+from tests.building.commands import page_data
 
 TEXTS = st.text() | st.sampled_from(
     ["</script>", "</style>", "<!--", "]]>", "\u2028", "&lt;", "'\"`", "javascript:alert(1)"]
@@ -55,7 +55,7 @@ def test_text_adds_no_element_and_data_come_back(words: str) -> None:
     page = render(page_of(words))
     plain = render(page_of("x" if words.strip() else words))
     assert Elements(page).names == Elements(plain).names
-    assert unpacked(page) == {words: [words]}
+    assert page_data(page) == {words: [words]}
 
 
 @pytest.mark.parametrize("scripts", [(), CHARTS, SCRIPTS, (*CHARTS, *SCRIPTS)])

@@ -18,7 +18,7 @@ from kvrsim.runtime.plan import RUN_STRATEGIES
 from planner.confirm.confirm import STRATEGIES as STRATEGIES_OF_THE_PAPER
 from planner.confirm.confirm import strategies_here
 from planner.confirm.hardware import Hardware
-from tests.building.commands import unpacked
+from tests.building.commands import page_data
 from tests.kvrsim.runtime.runtime_models import KINDS
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
 
@@ -100,7 +100,7 @@ def test_run_measures_one_strategy_and_checks_it(folder: Path) -> None:
     assert found["max_logit_error"] <= 1e-5 * found["largest_logit"]
     assert found["predicted_ttft_s"] > 0
     assert [rank["sent_bytes"] for rank in found["per_rank"]] == [3 * 60 * 2 * 2 * 16 * 4, 0]
-    (timeline,) = unpacked((folder / "run.html").read_text())["timelines"]
+    (timeline,) = page_data((folder / "run.html").read_text())["timelines"]
     assert (timeline["ranks"], {kind["basis"] for kind in timeline["kinds"]}) == (2, {"measured"})
     assert json.loads((folder / "run.json").read_text())["traceEvents"]
 

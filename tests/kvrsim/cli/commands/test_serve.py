@@ -13,7 +13,7 @@ import pytest
 import kvrsim
 from kvrsim.cli.commands.serve import Answers, SupersededError, answer_lines
 from kvrsim.errors import InputError
-from tests.building.commands import unpacked
+from tests.building.commands import page_data
 from tests.building.server import running_server
 
 QUESTION = "model=llama-7b&cluster=a100-nvlink&gpus=2&ctx=2k&strategies=tsp,kvr-e"
@@ -48,7 +48,7 @@ def test_an_answer_equals_the_api_and_its_page_holds_the_timelines(address: str)
     candidates = [line["candidate"] for line in progress if "candidate" in line]
     assert [one["ttft_s"] for one in candidates] == [plan[name].ttft_s for name in ("tsp", "kvr-e")]  # type: ignore[index]
     _, page = get(f"{address}page?{QUESTION}")
-    assert len(unpacked(page)["timelines"]) == 2
+    assert len(page_data(page)["timelines"]) == 2
     status, page = get(f"{address}compare?{urlencode([('pin', QUESTION), ('pin', QUESTION.replace('2k', '4k'))])}")
     assert status == 200
     assert "A and B compared" in page
