@@ -421,10 +421,10 @@ def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search)
     has = search.engine.has if search.engine else engines_with
     has_engine = {name: bool(has(one, scenario)) for name, one in own.items()}
     for one in sorted((one for one in by_name.values() if is_rough(one) and one.fits), key=_least_s):
-        exact = [each for each in by_name.values() if each.strategy.approximate is None and each.fits]
+        rivals = [each for each in by_name.values() if each.fits]
         if has_engine[one.strategy.name]:
-            exact = [each for each in exact if has_engine[each.strategy.name]]
-        to_beat_s = min((each.ttft_s for each in exact), default=math.inf)
+            rivals = [each for each in rivals if has_engine[each.strategy.name]]
+        to_beat_s = min((each.ttft_s for each in rivals), default=math.inf)
         if _least_s(one) > to_beat_s:
             continue
         if left_s <= 0:

@@ -178,8 +178,7 @@ class Launch:
 def names_for(scenario: Scenario, engine_name: str, parameter: str) -> tuple[str, ...]:
     """Names of all strategies that an engine can run here; raises InputError for an unknown engine."""
     engine = deploy_engine(engine_name, parameter)
-    exact = (one for one in all_for(scenario)[0] if one.approximate is None)
-    return tuple(one.name for one in exact if engine.has(one, scenario))
+    return tuple(one.name for one in all_for(scenario)[0] if engine.has(one, scenario))
 
 
 def layout_for(engine: DeployEngine, scenario: Scenario, strategy: Strategy) -> Layout:

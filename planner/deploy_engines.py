@@ -60,7 +60,7 @@ class DeployEngine:
 
     def lacks(self, strategy: Strategy, scenario: Scenario) -> str | None:
         """The feature of a strategy's layout that the engine lacks; None if the engine runs the layout."""
-        if not strategy.degrees.is_deployable or strategy.approximate is not None:
+        if not strategy.degrees.is_deployable:
             return "the way in which it splits the context"
         layout, model_type = layout_on_gpus(strategy, scenario), scenario.model.model_type
         schemes = self.context_models.get(layout.scheme or "", {})
@@ -93,7 +93,7 @@ def engines_with(strategy: Strategy, scenario: Scenario) -> dict[str, str]:
 
 def engines_for(strategy: Strategy) -> tuple[str, ...]:
     """Names of the engines that have a strategy for some number of GPUs and some model."""
-    if not strategy.degrees.is_deployable or strategy.approximate is not None:
+    if not strategy.degrees.is_deployable:
         return ()
     engines = (deploy_engine(name) for name in DEPLOY_ENGINES)
     return tuple(one.name for one in engines if one.has_kind(strategy.degrees))

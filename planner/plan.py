@@ -134,13 +134,8 @@ class Ranking:
 
     @cached_property
     def ranked(self) -> tuple[Candidate, ...]:
-        """Candidates that fit and are exact first, then in order of TTFT."""
-        return tuple(
-            sorted(
-                self.candidates,
-                key=lambda one: (not one.fits, one.strategy.approximate is not None, self._ranking_s(one)),
-            )
-        )
+        """Candidates that fit first, then in order of TTFT."""
+        return tuple(sorted(self.candidates, key=lambda one: (not one.fits, self._ranking_s(one))))
 
     @cached_property
     def best(self) -> Candidate:
@@ -174,11 +169,10 @@ class Ranking:
         for name in _BASELINES:
             if name in feasible:
                 return feasible[name]
-        fastest = sorted(feasible.values(), key=lambda one: (one.strategy.approximate is not None, one.ttft_s))
-        return fastest[0] if fastest else None
+        return min(feasible.values(), key=lambda one: one.ttft_s, default=None)
 
     def _is_tied(self, one: Candidate, other: Candidate) -> bool:
-        if (other.fits, other.strategy.approximate is None) != (one.fits, one.strategy.approximate is None):
+        if other.fits != one.fits:
             return False
         faster, slower = sorted((one, other), key=self._ranking_s)
         return is_indistinguishable(
@@ -207,7 +201,6 @@ class Ranking:
             fits=one.fits,
             speedup_over_tsp=None if tsp is None else tsp.ttft_s / one.ttft_s,
             speedup=None if self.baseline is None else self.baseline.ttft_s / one.ttft_s,
-            approximate=one.strategy.approximate,
             noisy=self.noisy.get(one.strategy.name),
             layers=layers_of(one.per_rank, one.strategy),
             prefix_access=one.prefix_access,
@@ -294,7 +287,6 @@ class Ranking:
                 if one.search is not None and one.search.report.limit is not None
             ),
             *prefix_access_notes(self.candidates),
-            *self._approximate_notes(),
             *self._even_chunks_note(),
             *(_memory_note(one) for one in self.candidates if not one.fits),
         ]
@@ -305,15 +297,6 @@ class Ranking:
         if table is None:
             return []
         return [text for strategy in lookups for text in table.notes_for(self.scenario, strategy)]
-
-    def _approximate_notes(self) -> list[str]:
-        best, notes = self.best, list[str]()
-        for one in self.candidates:
-            if (reason := one.strategy.approximate) is not None:
-                code = "approximate, faster" if one.ttft_s < best.ttft_s else "approximate"
-                values = {"strategy": one.strategy.name, "best": best.strategy.name}
-                notes.append(note(code, **values, ttft_s=one.ttft_s, reason=reason))
-        return notes
 
     def _even_chunks_note(self) -> list[str]:
         """A note if KVR-S's search gains too little to be certain, for example if the host is the bottleneck."""

@@ -97,7 +97,7 @@ def _first_that_fits(scenario: Scenario, compared: Iterable[str], change: str) -
     """
     candidates = []
     for strategy in distinct(all_for(scenario)[0]):
-        if strategy.partition_rule in _RULES and strategy.name not in compared and strategy.approximate is None:
+        if strategy.partition_rule in _RULES and strategy.name not in compared:
             with suppress(InputError):  # for example, fewer tokens than GPUs
                 if not takes_long(scenario, strategy):
                     candidates.append((_rough_peak(scenario, strategy), strategy.name, strategy))

@@ -271,7 +271,6 @@ class StrategyResult(StrategyPrediction, OnFirstUse):
     speedup: float | None  # the baseline's TTFT divided by this TTFT; None: the plan has no baseline
     exposed_comm_s: float  # TTFT minus that of the same partition with free links
     wait_s: tuple[float, ...]  # waiting time per GPU; see RankReport
-    approximate: str | None = None  # how its output differs from that of the model's own prefill; None: equal
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without the random part
     bound: PipelineBound | None = None  # bound; None unless pieces and stages were searched
     layout: Layout  # layout of all GPUs
@@ -293,7 +292,7 @@ class StrategyResult(StrategyPrediction, OnFirstUse):
         return (
             content
             | {"peak_bytes": [rank.total for rank in self.memory]}
-            | fields_to_json(self, "fits", "approximate", "engines", "layout", "searched")
+            | fields_to_json(self, "fits", "engines", "layout", "searched")
         )
 
 
@@ -429,7 +428,7 @@ class Plan(Answer, OnFirstUse):
 
         None: the engine has no strategy that fits.
         """
-        has = [one for one in self.strategies if one.fits and engine in one.engines and one.approximate is None]
+        has = [one for one in self.strategies if one.fits and engine in one.engines]
         near = [one for one in has if one.ttft_s <= NEAR * has[0].ttft_s]
         return min(near, key=lambda one: one.layout.effort, default=None)
 

@@ -43,7 +43,6 @@ class Strategy:
     carries_prefix: bool = False  # whether messages carry the shares of a cached prefix that no rank has whole
     splits_heads: bool = False  # whether a rank attends with some heads to all keys, and needs their K and V alone
     merges_blocks: bool = False  # whether a rank attends to one block of keys after another and merges the results
-    approximate: str | None = None  # difference between its result and the model's own prefill; None: equal
     chains: bool = False  # whether the strategy is KVR's chain, for which planner.search.bound holds
     query_blocks: tuple[int, ...] = (1,)  # allowed numbers of attention calls per chunk; the fastest is used
     near_chain: bool = False  # whether its best chunks are searched from those of KVR's chain, which is similar

@@ -98,11 +98,8 @@ def answer(plan: Plan) -> str:
 def _label(plan: Plan, one: StrategyResult) -> str:
     """Label to the right of a bar."""
     gain = "" if one.speedup is None else f"  {one.speedup:.2f} ×"
-    about = [
-        *([] if one.fits or not plan.feasible else ["does not fit"]),
-        *(["approximate"] if one.approximate else []),
-    ]
-    return ", ".join((f"{format_seconds(one.ttft_s)}{gain}", *about))
+    misfit = "" if one.fits or not plan.feasible else ", does not fit"
+    return f"{format_seconds(one.ttft_s)}{gain}{misfit}"
 
 
 def _gain(plan: Plan, one: StrategyResult) -> str:
@@ -153,7 +150,7 @@ def _strategies(plan: Plan) -> html.Html:
     listed = strategies_table(plan)
     span = html.span_of([(one.ttft_low_s, one.ttft_high_s) for one in plan.strategies])
     rows = [
-        [_named(plan, one), format_partition(one.partition, room=1000), *row[2:]]
+        [_name_cell(plan, one), format_partition(one.partition, room=1000), *row[2:]]
         for one, row in zip(plan.strategies, listed.rows, strict=True)
     ]
     for place, column in enumerate(listed.columns):
@@ -166,9 +163,7 @@ def _strategies(plan: Plan) -> html.Html:
     )
 
 
-def _named(plan: Plan, one: StrategyResult) -> Cell:
+def _name_cell(plan: Plan, one: StrategyResult) -> Cell:
     mark = " fastest" if one is plan.first and plan.feasible else " tied" if one.is_tied else ""
-    if one.approximate is not None:
-        mark += " approximate"
-    named = html.join([html.strategy_name(one.strategy), html.tag("em", mark, class_="mark", title=one.approximate)])
-    return Cell(shown=html.tag("span", named, title=one.title, class_="named"), value=one.strategy)
+    name = html.join([html.strategy_name(one.strategy), html.tag("em", mark, class_="mark")])
+    return Cell(shown=html.tag("span", name, title=one.title, class_="named"), value=one.strategy)

@@ -280,7 +280,7 @@ def _side_by_side(plan: Plan, emit: str | None) -> Iterator[str]:
     if best.engines:
         engines = ", ".join(f"{name} {version.split()[0]}" for name, version in best.engines.items())
         text = f"Engines today: {engines} (--emit {'|'.join(best.engines)} prints the launch)"
-        faster = [one for one in plan.strategies if one.ttft_s < best.ttft_s / 1.02 and one.approximate is None]
+        faster = [one for one in plan.strategies if one.ttft_s < best.ttft_s / 1.02]
         faster = [one for one in faster if not (one.fits and one.engines)]
         if faster:
             other = min(faster, key=lambda one: one.ttft_s)

@@ -75,9 +75,6 @@ class StrategyPolicy:
             if name == "all":
                 continue
             strategy = get_strategy(name, "strategies")
-            if strategy.approximate is not None:  # approximate strategies cannot compete with exact ones
-                accepted = f"exact strategies; this one is approximate: {strategy.approximate}"
-                raise InputError("strategies", strategy.name, accepted)
             if self.packs and not takes_steps(strategy):
                 raise InputError("strategies", strategy.name, f"with `pack_tokens`, {ACCEPTED}")
             if strategy.partition_rule == "table":
@@ -95,19 +92,19 @@ class StrategyPolicy:
         return layouts
 
     def left_out(self, scenario: Scenario) -> tuple[str, ...]:
-        """Exact strategies for these GPUs that run only if the user names them or `all`.
+        """Strategies for these GPUs that run only if the user names them or `all`.
 
         Strategies with searched pieces are omitted, because all pipelines have even pieces here.
         """
         if self.names is not None or scenario.num_gpus == 1:
             return ()
         usual = {strategy.name for strategy in self._candidates(scenario)} | {"kvr-e"}  # KVR-S also tries even chunks
-        exact = [one for one in all_for(scenario)[0] if self._allows(one, scenario)]
-        return tuple(one.name for one in exact if one.name not in usual and one.degrees.pieces != "searched")
+        others = [one for one in all_for(scenario)[0] if self._allows(one, scenario)]
+        return tuple(one.name for one in others if one.name not in usual and one.degrees.pieces != "searched")
 
     def _allows(self, strategy: Strategy, scenario: Scenario) -> bool:
-        """Whether a strategy is exact, uses all GPUs, runs on all engines, and supports packed steps if needed."""
-        if strategy.approximate is not None or (self.packs and not takes_steps(strategy)):
+        """Whether a strategy uses all GPUs, runs on all engines, and supports packed steps if needed."""
+        if self.packs and not takes_steps(strategy):
             return False
         if (self.packs or self.engines or self.deployable) and strategy.name == "single" and scenario.num_gpus > 1:
             return False  # other GPUs of the group would be idle

@@ -85,7 +85,6 @@ class StrategyMap(Answer):
     question: Question  # question with the longest context on the most GPUs
     points: tuple[MapPoint, ...]
     warnings: tuple[str, ...]
-    approximate: tuple[str, ...] = ()  # strategies whose result differs from the model's own prefill
     _places: dict[tuple[float, int, int], Place] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -129,7 +128,7 @@ class StrategyMap(Answer):
 
     def nearest(self) -> list[MapPoint]:
         """The strategy that needs the least memory, for each place where nothing fits."""
-        places = (self._exact(place) for place in self._places.values())
+        places = (place.values() for place in self._places.values())
         unfit = (place for place in places if not any(point.fits for point in place))
         return [min(place, key=lambda point: point.peak_bytes) for place in unfit]
 
@@ -145,7 +144,7 @@ class StrategyMap(Answer):
 
     def _winning(self, place: Place) -> list[MapPoint]:
         """The fastest strategy in a place, then all that may be as fast; one GPU comes first if it is among them."""
-        if not (usable := [point for point in self._exact(place) if point.fits]):
+        if not (usable := [point for point in place.values() if point.fits]):
             return []
         fastest = min(usable, key=lambda point: point.ttft_s)
         near = [point for point in usable if is_tied(fastest, point)]
@@ -167,10 +166,6 @@ class StrategyMap(Answer):
             ties=tuple(point.strategy for point in near),
         )
 
-    def _exact(self, place: Place) -> list[MapPoint]:
-        """Points of a place whose strategy computes the model's own prefill; one GPU is always included."""
-        return [point for point in place.values() if point.strategy not in self.approximate]
-
     def break_evens(self) -> Iterator[BreakEven]:
         """Break-evens of every strategy against one GPU, and the contexts at which the fastest strategy changes."""
         rows: dict[tuple[float, int], list[Place]] = {}  # places of each bandwidth and number of GPUs
@@ -178,7 +173,7 @@ class StrategyMap(Answer):
             rows.setdefault((bandwidth, num_gpus), []).append(place)
         for (_, num_gpus), places in sorted(rows.items(), key=lambda row: row[0]):
             if num_gpus > 1:
-                fastest = [min(self._exact(place), key=lambda point: point.ttft_s).strategy for place in places]
+                fastest = [min(place.values(), key=lambda point: point.ttft_s).strategy for place in places]
                 over_single = [(ALONE, name) for name in self.strategies if name != ALONE]
                 over_others = [pair for pair in dict.fromkeys(pairwise(fastest)) if ALONE != pair[0] != pair[1]]
                 for over, name in (*over_single, *over_others):
@@ -259,7 +254,6 @@ def make_map(
     sizes = [replace(cluster, num_gpus=num_gpus) for cluster in clusters for num_gpus in gpu_counts]
     wanted = [replace(scenario, cluster=cluster, request=request) for cluster in sizes for request in requests]
     points: list[MapPoint] = []
-    compared: dict[str, Strategy] = {}
     places = [place for place in wanted if place.num_gpus <= place.request.new_tokens]
     if not places:
         shortest = min(request.new_tokens for request in requests)
@@ -270,13 +264,9 @@ def make_map(
         if place.num_gpus > place.request.new_tokens
     }
     results = (pool or Pool()).ordered(_at_place, [(place, strategies) for place in places], "points", on_progress)
-    for here, chosen, reasons in results:
+    for here, reasons in results:
         points.extend(here)
-        compared |= chosen
         refused |= dict.fromkeys(reasons)
-    # These strategies compute something else than the model's own prefill, so they cannot win.
-    approximate = [one for one in compared.values() if one.approximate is not None]
-    notes = (note("map, approximate", strategy=one.name, reason=one.approximate) for one in approximate)
     return StrategyMap(
         question=Question.of(
             scenario,
@@ -286,20 +276,15 @@ def make_map(
             strategies=[label_of(strategy) for strategy in strategies],
         ),
         points=tuple(points),
-        approximate=tuple(one.name for one in approximate),
-        warnings=(*warnings, *refused, *notes),
+        warnings=(*warnings, *refused),
     )
 
 
-def _at_place(
-    place: Scenario, strategies: Sequence[str | Strategy]
-) -> tuple[list[MapPoint], dict[str, Strategy], list[str]]:
-    """The points of a place, the compared strategies by name, and reasons why others are not compared."""
+def _at_place(place: Scenario, strategies: Sequence[str | Strategy]) -> tuple[list[MapPoint], list[str]]:
+    """The points of a place, and why it has no point for some strategies."""
     points: list[MapPoint] = []
-    compared: dict[str, Strategy] = {}
     refused = list[str]()
-    for strategy in _chosen(place, strategies):
-        compared[strategy.name] = strategy
+    for strategy in _strategies_at(place, strategies):
         try:
             points.append(_point(place, strategy))
         except InputError as error:
@@ -307,10 +292,10 @@ def _at_place(
                 raise
             about = {"strategy": strategy.name, "num_gpus": place.num_gpus}
             refused.append(note("map, refused", **about, accepted=error.accepted))
-    return points, compared, refused
+    return points, refused
 
 
-def _chosen(place: Scenario, strategies: Sequence[str | Strategy]) -> Sequence[Strategy]:
+def _strategies_at(place: Scenario, strategies: Sequence[str | Strategy]) -> Sequence[Strategy]:
     """One GPU, and the strategies that are compared with it."""
     everything = all_for(place)[0] if "all" in strategies else ()
     chosen = distinct((ALONE, *everything, *(one for one in strategies if one != "all")))

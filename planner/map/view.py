@@ -153,7 +153,6 @@ def map_data(grid: StrategyMap) -> dict[str, Any]:
             {
                 "name": name,
                 "title": _title(name),
-                "approximate": name in grid.approximate,
                 "ttft_s": column(name, "ttft_s"),
                 "low_s": column(name, "ttft_low_s"),
                 "high_s": column(name, "ttft_high_s"),

@@ -91,7 +91,7 @@ class _Build:
             per_rank_scenario(scenario, one)  # raises InputError for a strategy that machine or model do not allow
             return (one,)
         compared = strategies_to_compare(scenario, None).strategies
-        contending = tuple(one for one in compared if one.approximate is None and engines_with(one, scenario))
+        contending = tuple(one for one in compared if engines_with(one, scenario))
         if not contending:
             raise InputError("strategy", BEST, "a strategy by name: no engine has any on these GPUs")
         lengths = sorted({int(length) for length in np.geomspace(self.fewest, self.longest, 5)})

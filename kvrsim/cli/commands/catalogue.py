@@ -131,7 +131,6 @@ def show_strategy(one: Mapping[str, Any]) -> None:
         "each rank": one["each_rank"],
         "communication": one["communication"],
         "each rank holds": one["holds"],
-        "result": one["approximate"] or "the same as of one GPU",
         "kvrsim plan": "compares it by default" if one["planned_by_default"] else "compares it by --strategies",
         "kvrsim run": "runs it" if one["runs_here"] else "does not run it",
         "engines": ", ".join(one["engines"]) or "none that was looked at",
@@ -157,7 +156,6 @@ def about(name: str) -> dict[str, Any]:
         "engines": list(engines_for(strategy)),
         "runs_here": strategy.name in RUN_STRATEGIES,
         "planned_by_default": strategy.partition_rule != "table",
-        "approximate": strategy.approximate,
         "source": strategy.source,
         "docs": words.get("docs"),
     }

@@ -154,7 +154,6 @@ def _explained(plan: Plan) -> lines.Facts:
     short = [plan.shortfall.strategy] if plan.shortfall else [one.strategy for one in plan.strategies]
     return lines.facts(
         ("strategy:", best.title),
-        ("approximate:", best.approximate),
         *_partitions(plan),
         ("ties:", ties if plan.ties else None),
         *_kvr(plan),

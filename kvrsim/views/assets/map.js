@@ -157,7 +157,7 @@ kv.ready((data) => {
         index === one.best ? "" : signed(ttft(index, number) / ttft(one.best, number) - 1),
         gpuSeconds(ttft(index, number) * (index === alone ? 1 : gpus[place.g])),
         strategies[index].fits[number] ? "yes" : kv.el("span", { class: "bad", text: "NO" }),
-        strategies[index].approximate ? "approximate" : index === one.best ? "fastest" : one.ties.includes(index) ? "tie" : "",
+        index === one.best ? "fastest" : one.ties.includes(index) ? "tie" : "",
       ],
     }));
     rows.replaceChildren(kv.list(columns, lines, { caption: `Strategies: ${where(place)}`, ident: "ranking" }));

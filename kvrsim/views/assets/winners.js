@@ -3,7 +3,7 @@
  *
  * kvWinners(data) returns {place(b, c, g), at(place, on), all(on)}; at: {best, second, ties, lead, gpu_s, ranked}, or null
  * where none of them fits. The fastest that fits wins. One GPU wins where a prediction cannot tell it
- * from the fastest. Approximate strategies never win.
+ * from the fastest.
  */
 function kvWinners(data) {
   const { strategies, contexts, gpus, bandwidths, alone } = data;
@@ -18,8 +18,7 @@ function kvWinners(data) {
     const ttft = (index) => strategies[index].ttft_s[place];
     const here = strategies.map((_, index) => index).filter((index) => on.has(index) && ttft(index) !== null);
     const ranked = here.sort((a, b) => ttft(a) - ttft(b));
-    const exact = ranked.filter((index) => !strategies[index].approximate);
-    const usable = exact.filter((index) => strategies[index].fits[place]);
+    const usable = ranked.filter((index) => strategies[index].fits[place]);
     if (!usable.length) return null;
     const [fastest] = usable;
     const tied = ties[place].get(fastest) ?? new Set();

@@ -85,29 +85,6 @@ def test_a_table_of_a_file_is_built_by_several_processes(named: str, tmp_path: P
     assert cli.main(["table", "show", "t.json"]) == 0
 
 
-def test_a_strategy_that_is_approximate_wins_nowhere(named: str) -> None:
-    rough = replace(STRATEGIES["zigzag"], name="rough", approximate="it leaves out most of the attention")
-    plan = kvrsim.plan(ctx="16k", gpus=4, strategies=["tsp", "kvr-s", rough])
-    assert (plan.best.strategy, plan.ties) == ("kvr-s", ())
-    assert any("rough" in note and "approximate" in note for note in plan.warnings)
-    places = kvrsim.map_strategies(ctx="4k,16k", gpus=[4], strategies=["tsp", rough])
-    assert {winner.strategy for winner in places.winners()} <= {"single", "tsp"}
-    assert "rough" not in {one.over for one in places.break_evens()}
-    assert any("rough is approximate" in note for note in places.warnings)
-    with pytest.raises(InputError, match="leaves out most") as caught:
-        kvrsim.capacity(
-            model="llama-7b",
-            cluster="a100-nvlink",
-            requests=REQUESTS,
-            slo_ttft="2s",
-            strategies=["tsp", replace(rough, partition_rule="search")],
-        )
-    assert caught.value.parameter == "strategies"
-    window = kvrsim.plan(ctx="8k", gpus=4, strategies=["tsp", "./my_strategies.py:STRATEGY"])
-    assert window.best.strategy == "tsp"
-    assert window.strategies[1].ttft_s < window.best.ttft_s
-
-
 @pytest.mark.parametrize(
     ("text", "code", "says"),
     [
