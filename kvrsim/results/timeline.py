@@ -164,7 +164,8 @@ def write_trace(
 def trace_events(spans: Sequence[Span], ranks: Sequence[str], name: str = "", number: int = 0) -> list[Event]:
     """Trace events of one timeline: one process per rank, with a thread for its compute stream and one for each link.
 
-    Times are in microseconds, rounded to nanoseconds. A flow leads from each message to the receiver's next span.
+    Times are in microseconds, rounded to nanoseconds. A flow leads from each message to the receiver's next span,
+    or to the wait that ends with the message.
     ranks: names of the ranks. name: prefix of these names. number: number of the timeline in the trace.
     """
     first = number * _PIDS
@@ -184,7 +185,7 @@ def trace_events(spans: Sequence[Span], ranks: Sequence[str], name: str = "", nu
             args |= {"bytes": span.nbytes, "to": span.peer}
         event = {"ph": "X", "pid": pid, "tid": tid, "cat": span.kind, "name": span.name, "args": args}
         events.append(event | {"ts": begin / 1e3, "dur": (end - begin) / 1e3})
-        if moves and span.peer in streams and (then := streams[span.peer].from_(end)) is not None:
+        if moves and span.peer in streams and (then := streams[span.peer].from_(end)) >= begin:
             flow = {"cat": "message", "name": span.op, "id": first * 1_000_000 + index}
             events.append(flow | {"ph": "s", "pid": pid, "tid": tid, "ts": begin / 1e3})
             events.append(flow | {"ph": "f", "bp": "e", "pid": first + span.peer, "tid": _COMPUTE, "ts": then / 1e3})
@@ -198,10 +199,15 @@ class _Stream:
         self.spans = sorted(span for span in spans if span[1] > span[0])
         self.ends = [end for _, end in self.spans]
 
-    def from_(self, moment_ns: int) -> int | None:
-        """Return the first time at or after `moment_ns` at which the rank works; None: it has finished."""
+    def from_(self, moment_ns: int) -> int:
+        """Return the first time from `moment_ns` on within a span; after all spans, the last nanosecond.
+
+        The last wait of a rank without later work ends when its message arrives.
+        """
         place = bisect_right(self.ends, moment_ns)
-        return None if place == len(self.spans) else max(moment_ns, self.spans[place][0])
+        if place < len(self.spans):
+            return max(moment_ns, self.spans[place][0])
+        return self.ends[-1] - 1 if self.ends else -1
 
 
 def _ns(span: Span, *, moves: bool = False) -> tuple[int, int]:

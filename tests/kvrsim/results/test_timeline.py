@@ -18,15 +18,15 @@ from kvrsim.program import AllGather, AllToAll, Compute, Op, Program, RingPass, 
 from kvrsim.results.timeline import Span, trace_events
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
-from tests.building import Draws, any_partition, any_rows, any_run, any_scenario, draws, examples
+from tests.building import Draws, any_rows, any_run, draws, examples
 
 NAMES = ["tsp", "kvr-e", "kvr-s", "kvr-direct", "ring", "zigzag"]  # strategies with one GPU per rank for every model
 
 
 def replayed(rng: Draws, name: str, **options: Any) -> tuple[Scenario, Program, EventSimulation]:
-    scenario = any_scenario(rng, **options)
-    chunks = any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
-    program = build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in chunks])
+    options = {"topologies": ("switch", "chain", "nodes", "bus")} | options
+    scenario = any_run(rng, STRATEGIES[name], **options)
+    program = build_program(scenario, STRATEGIES[name], columns(any_rows(rng, scenario, STRATEGIES[name], 1)))
     return scenario, program, EventSimulation(program, scenario.cluster)
 
 
@@ -38,10 +38,7 @@ def ops_of(ops: Sequence[tuple[int | None, Op]], kind: type[Any]) -> list[Any]:
 @given(rng=draws())
 @examples(25)
 def test_spans_can_have_happened(name: str, rng: Draws) -> None:
-    topologies = ("switch", "chain", "nodes", "bus")
-    scenario = any_run(rng, STRATEGIES[name], topologies=topologies)
-    program = build_program(scenario, STRATEGIES[name], columns(any_rows(rng, scenario, STRATEGIES[name], 1)))
-    replay = EventSimulation(program, scenario.cluster)
+    _, program, replay = replayed(rng, name)
     timeline = replay.timeline
     starts = [span.start_s for span in timeline.spans]
     assert starts == sorted(starts)
@@ -74,7 +71,7 @@ def test_spans_can_have_happened(name: str, rng: Draws) -> None:
 @given(rng=draws())
 @examples(15)
 def test_a_link_carries_one_message_at_a_time(name: str, rng: Draws) -> None:
-    scenario, program, replay = replayed(rng, name, num_gpus=(2, 4))
+    scenario, program, replay = replayed(rng, name, num_gpus=(2, 4), topologies=("switch", "chain", "nodes"))
     slack = 1e-12 * replay.timeline.end_s
     for rank in range(program.num_ranks):
         by_link: dict[int | None, list[Span]] = {}
@@ -88,8 +85,8 @@ def test_a_link_carries_one_message_at_a_time(name: str, rng: Draws) -> None:
             for span in spans:
                 assert span.nbytes is not None
                 size = np.array(span.nbytes)
-                busy_s = path.gather_step_s(size, program.num_ranks) if name in ("tsp", "zigzag") else path.busy_s(size)
-                want_s = float(busy_s)
+                gathers = span.op == "all-gather"
+                want_s = float(path.gather_step_s(size, program.num_ranks) if gathers else path.busy_s(size))
                 assert abs(span.duration_s - want_s) <= 1e-9 * want_s + slack
 
 
@@ -98,7 +95,7 @@ def test_a_link_carries_one_message_at_a_time(name: str, rng: Draws) -> None:
 @examples(10)
 def test_what_perfetto_needs(name: str, rng: Draws) -> None:
     """Each track has a name, an order and no overlapping spans; each message has an arrow with both ends."""
-    timeline = replayed(rng, name, num_gpus=(1, 4), topologies=("switch", "bus"))[2].timeline
+    timeline = replayed(rng, name, num_gpus=(1, 4))[2].timeline
     events = trace_events(timeline.spans, timeline.rank_names)
     tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for event in events:
@@ -120,9 +117,9 @@ def test_what_perfetto_needs(name: str, rng: Draws) -> None:
         for event in (begins[ident], end):
             at = round(event["ts"] * 1e3)
             assert any(begin <= at < until for begin, until in tracks[event["pid"], event["tid"]]), "bound to nothing"
-        assert begins[ident]["ts"] < end["ts"]
+        assert begins[ident]["ts"] <= end["ts"]
     moved = [span for span in timeline.spans if span.kind == "transfer"]
-    assert len(begins) == len(moved), "a message without an arrow"
+    assert len(moved) >= len(begins) >= sum(span.duration_s >= 1e-9 for span in moved), "a message without an arrow"
     for event, span in zip([event for event in events if event["ph"] == "X"], timeline.spans, strict=True):
         assert event["ts"] == pytest.approx(span.start_s * 1e6, abs=1e-3)
         assert event["dur"] == pytest.approx(span.duration_s * 1e6, abs=2e-3)
