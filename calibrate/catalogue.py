@@ -432,12 +432,12 @@ def needed(model_type: str) -> dict[str, Any]:
 
 def configurations(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Configurations in a folder, by transformers' name of the model type."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    by_type: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
         text, _ = read_text_part(JsonObject.read(path, "model"))
         plain = translated(text)
-        found.setdefault(plain.text("model_type"), []).append(dict(plain.fields))
-    return found
+        by_type.setdefault(plain.text("model_type"), []).append(dict(plain.fields))
+    return by_type
 
 
 def main() -> None:

@@ -545,12 +545,12 @@ def gpu_of(rows: Sequence[Measurement], named: str | None, origins: Sequence[Map
     if measured is not None:
         return measured
     devices = sorted({row.device for row in rows if row.operation in ("gemm", "attention")})
-    found = {gpu.name: gpu for gpu in map(gpu_named, devices) if gpu is not None}
-    if len(found) != 1:
+    gpus = {gpu.name: gpu for gpu in map(gpu_named, devices) if gpu is not None}
+    if len(gpus) != 1:
         shown = ", ".join(devices) or "no gemm or attention rows"
         known = ", ".join(builtin_gpus())
         raise InputError("gpu", f"nothing for {shown}", f"one of {known}, or a JSON file that describes the GPU")
-    return next(iter(found.values()))
+    return next(iter(gpus.values()))
 
 
 def gpu_named(device: str, *, num_sms: int | None = None, memory_bytes: int | None = None) -> GpuSpec | None:
@@ -560,8 +560,8 @@ def gpu_named(device: str, *, num_sms: int | None = None, memory_bytes: int | No
     H100 PCIe with 114 SMs, or a slice of a GPU is not a built-in GPU.
     """
     known = [load_gpu(gpu) for gpu in builtin_gpus() if _is_named(gpu, device)]
-    found = [gpu for gpu in known if _agrees(gpu, num_sms, memory_bytes)]
-    return found[0] if len(found) == 1 else None
+    gpus = [gpu for gpu in known if _agrees(gpu, num_sms, memory_bytes)]
+    return gpus[0] if len(gpus) == 1 else None
 
 
 def _agrees(gpu: GpuSpec, num_sms: int | None, memory_bytes: int | None) -> bool:

@@ -58,10 +58,10 @@ def expert_notes(scenario: Scenario) -> Iterator[Note]:
             if (priced := rates.priced_as(kind)) not in (None, kind):
                 yield _priced("experts", kind, GEMM_TYPES[priced].title, profile)
     if sparse and placement.num_gpus > 1:
-        held = sorted({layer.num_experts // placement.num_gpus for layer in sparse})
+        per_gpu = sorted({layer.num_experts // placement.num_gpus for layer in sparse})
         worst = max(placement.imbalance_of(layer.num_experts, layer.num_experts_per_tok) for layer in sparse)
         code = "expert parallelism" if placement.imbalance is None else "expert parallelism, given"
-        yield note(code, held=" or ".join(map(str, held)), gpus=placement.num_gpus, worst=worst)
+        yield note(code, held=" or ".join(map(str, per_gpu)), gpus=placement.num_gpus, worst=worst)
 
 
 def precision_notes(scenario: Scenario) -> Iterator[Note]:

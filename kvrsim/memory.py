@@ -45,16 +45,16 @@ class RankMemory:
     @property
     def total(self) -> int:
         """Bytes at the peak. Score matrix, activations and logits are not held together: only the largest counts."""
-        held = self.weights + self.kv_cache + self.gathered + self.runtime
-        return held + max(self.scores, self.activations, self.logits)
+        lasting = self.weights + self.kv_cache + self.gathered + self.runtime
+        return lasting + max(self.scores, self.activations, self.logits)
 
     @property
     def at_peak(self) -> dict[str, int]:
         """Bytes held at the peak, by name of the part; of scores, activations and logits only the largest."""
         moments = {"scores": self.scores, "activations": self.activations, "logits": self.logits}
         largest = max(moments, key=lambda name: moments[name])
-        held = {"weights": self.weights, "KV cache": self.kv_cache, "KV in flight": self.gathered}
-        return held | {largest: moments[largest], "runtime": self.runtime}
+        parts = {"weights": self.weights, "KV cache": self.kv_cache, "KV in flight": self.gathered}
+        return parts | {largest: moments[largest], "runtime": self.runtime}
 
     def to_dict(self) -> dict[str, int]:
         """The parts and their total."""
@@ -111,7 +111,7 @@ class _Parts:
         """Memory of a rank; `in_flight`: bytes in flight on the rank in a layer, for each kind of layer."""
         model, request, chunk = self.model, self.request, partition.chunk_lens[rank]
         access = self.scenario.prefix_access_plan
-        kept, gathered = [], []
+        caches, gathered = [], []
         for kind, layer, in_flight_bytes in zip(program.layers, model.layer_kinds, in_flight, strict=True):
             shares = access.share and not isinstance(layer.mixer, Recurrence)  # ranks keep only a share of the prefix
             others = self._cache(layer, request.cached_prefix) * (1.0 - access.share) if shares else 0.0
@@ -120,8 +120,8 @@ class _Parts:
             dropped = sum(op.nbytes.item() for op in kind[rank] if isinstance(op, Load) and not op.ahead)
             peak = max(cached, default=self._cache(layer, request.context_len)) - dropped
             gathers = strategy.gathers_kv and access.access == "pass-kv"
-            kept.append(peak - others * gathers)
-            gathered.append(in_flight_bytes + peak - kept[-1])
+            caches.append(peak - others * gathers)
+            gathered.append(in_flight_bytes + peak - caches[-1])
         ops = [op for kind in program.layers for op in kind[rank] if isinstance(op, Compute | RingPass)]
         scores = [float(op.score_elements[0]) for op in ops if op.score_elements is not None]
         merges = any(isinstance(op, RingPass) for op in ops)
@@ -129,7 +129,7 @@ class _Parts:
         is_last = rank == len(partition.chunk_lens) - 1
         return RankMemory(
             weights=model.weight_bytes(self.width),
-            kv_cache=round(sum(kept[kind] for kind in program.layer_kind_index)),
+            kv_cache=round(sum(caches[kind] for kind in program.layer_kind_index)),
             gathered=round(max(gathered)),
             activations=max(self.batch * chunk * token_bytes, self._experts(chunk, request.new_tokens)),
             scores=self._scores(max(scores, default=self._all_scores(chunk))),
@@ -215,8 +215,8 @@ class _Parts:
             for layer in self.model.layer_kinds
             if layer.num_experts
         ]
-        held = 2 * chunk + gathered
-        return round(max(rows) * self.width) + round(held * self.batch * self.model.hidden_size * self.width)
+        num_tokens = 2 * chunk + gathered
+        return round(max(rows) * self.width) + round(num_tokens * self.batch * self.model.hidden_size * self.width)
 
     def _layer_elements(self, layer: LayerSpec) -> int:
         """Elements of the mixer's or the MLP's tensors, for all experts that a token of the rank passes through."""

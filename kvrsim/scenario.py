@@ -384,8 +384,8 @@ class Scenario:
 
         The share is that of the multiprocessors that messages occupy or, if not measured, `pending_share`.
         """
-        held = 0 if self.profile is None else self.profile.links.message_sms
-        return min(held / self.cluster.gpu.num_sms, _MOST_MESSAGE_SHARE) if held else self.pending_share
+        message_sms = 0 if self.profile is None else self.profile.links.message_sms
+        return min(message_sms / self.cluster.gpu.num_sms, _MOST_MESSAGE_SHARE) if message_sms else self.pending_share
 
     @property
     def optimistic_cost(self) -> CostModel:

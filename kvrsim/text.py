@@ -12,10 +12,10 @@ _MARKDOWN = re.compile(r"([\\`*\[\]|])")
 
 def printable(text: str) -> str:
     r"""Escape every control character, such as \x1b, so that no terminal interprets it."""
-    return _CONTROLS.sub(lambda found: _spelled(found[0]), text)
+    return _CONTROLS.sub(lambda match: _escape(match[0]), text)
 
 
-def _spelled(character: str) -> str:
+def _escape(character: str) -> str:
     number = ord(character)
     return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"
 

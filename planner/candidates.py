@@ -85,11 +85,11 @@ class Candidate:
     @cached_property
     def ttft_s(self) -> float:
         """Time at which the last rank ends."""
-        found = self.search
-        if found is None or found.scenario is not self.per_rank:  # for example, a search with an engine's longest steps
+        search = self.search
+        if search is None or search.scenario is not self.per_rank:  # for example, with long steps
             return self.finish_s[-1]
-        is_same = found.partition == self.partition and found.strategy == self.strategy
-        return found.ttft_s if is_same else self.finish_s[-1]
+        is_same = search.partition == self.partition and search.strategy == self.strategy
+        return search.ttft_s if is_same else self.finish_s[-1]
 
     @cached_property
     def ttft_without_communication_s(self) -> float:
@@ -238,10 +238,10 @@ class Search:
     def candidate(self, scenario: Scenario, strategy: Strategy, warm_start: Partition | None = None) -> Candidate:
         """The strategy with its best partition. warm_start: the best partition of KVR's chain."""
         per_rank = per_rank_scenario(scenario, strategy)
-        found = self.choose_partition(per_rank, strategy, warm_start)
-        if isinstance(found, Partition):
-            return Candidate(scenario=scenario, strategy=strategy, partition=found)
-        return Candidate(scenario=scenario, strategy=found.strategy, partition=found.partition, search=found)
+        choice = self.choose_partition(per_rank, strategy, warm_start)
+        if isinstance(choice, Partition):
+            return Candidate(scenario=scenario, strategy=strategy, partition=choice)
+        return Candidate(scenario=scenario, strategy=choice.strategy, partition=choice.partition, search=choice)
 
     def choose_partition(
         self, per_rank: Scenario, strategy: Strategy, warm_start: Partition | None = None
@@ -297,8 +297,8 @@ def choose_partition(
     per_rank: Scenario, strategy: Strategy, partition: Sequence[int] | None = None
 ) -> tuple[Strategy, Partition]:
     """The strategy (a searched pipeline with the layers of its stages), and the given partition or the chosen one."""
-    found = Search(partition=partition).choose_partition(per_rank, strategy)
-    return (strategy, found) if isinstance(found, Partition) else (found.strategy, found.partition)
+    choice = Search(partition=partition).choose_partition(per_rank, strategy)
+    return (strategy, choice) if isinstance(choice, Partition) else (choice.strategy, choice.partition)
 
 
 def partition_of(per_rank: Scenario, strategy: Strategy, partition: Sequence[int] | None = None) -> Partition:
@@ -432,13 +432,13 @@ def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search)
             continue
         strategy = own[one.strategy.name]
         allowance = Allowance(left_s=left_s / 2, each_s=_each_s(one), to_beat_s=to_beat_s)
-        found = replace(search, allowance=allowance).candidate(scenario, strategy, _chain(by_name, strategy))
-        assert found.search is not None
-        left_s -= found.search.report.evaluations * allowance.each_s
-        if found.fits and found.ttft_s < one.ttft_s:
-            by_name[strategy.name] = found
+        candidate = replace(search, allowance=allowance).candidate(scenario, strategy, _chain(by_name, strategy))
+        assert candidate.search is not None
+        left_s -= candidate.search.report.evaluations * allowance.each_s
+        if candidate.fits and candidate.ttft_s < one.ttft_s:
+            by_name[strategy.name] = candidate
             if search.on_candidate is not None:
-                search.on_candidate(found)
+                search.on_candidate(candidate)
     return Comparison(by_name, tuple(unsearched))
 
 
@@ -472,8 +472,8 @@ def _rough(scenario: Scenario, strategy: Strategy, by_name: dict[str, Candidate]
     one = by_name.get(even.name) or Search().candidate(scenario, even)
     assert one.search is not None
     report = replace(one.search.report, method=ROUGH, evaluations=0)
-    found = replace(one.search, strategy=strategy, report=report)
-    return Candidate(scenario=scenario, strategy=strategy, partition=one.partition, search=found)
+    search = replace(one.search, strategy=strategy, report=report)
+    return Candidate(scenario=scenario, strategy=strategy, partition=one.partition, search=search)
 
 
 def is_rough(one: Candidate) -> bool:

@@ -32,8 +32,8 @@ def quick_candidate(scenario: Scenario, strategy: Strategy) -> Candidate:
         few = Allowance(left_s=_FEW_PIPELINES * _EACH_S, each_s=_EACH_S)
         return Search(allowance=few).candidate(scenario, strategy)
     per_rank = per_rank_scenario(scenario, strategy)
-    found = search(per_rank, strategy, method="analytical")
-    balanced = Candidate(scenario=scenario, strategy=strategy, partition=found.partition, search=found)
+    result = search(per_rank, strategy, method="analytical")
+    balanced = Candidate(scenario=scenario, strategy=strategy, partition=result.partition, search=result)
     even = Partition.even(per_rank.request.new_tokens, per_rank.cluster.num_gpus)
     best = min(balanced, replace(balanced, partition=even, search=None), key=lambda one: one.ttft_s)
     if best.ttft_s <= balanced.ttft_without_communication_s * (1 + _EXPOSED):

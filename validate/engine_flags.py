@@ -110,13 +110,13 @@ def page(engines: Sequence[Resolved]) -> list[str]:
     """Markdown lines of the page."""
     heads = ("engine", "version", "launches", "refused", "other layout than planned")
     rows = [(one.engine.name, one.version, one.launches, len(one.refused), len(one.differs)) for one in engines]
-    found = [
+    lines = [
         f"- {one.engine.name}, {what}: {why}" for one in engines for what, why in {**one.refused, **one.differs}.items()
     ]
     return fill(
         "engine_flags",
         engines=table(heads, rows),
-        found=[*found, ""] if found else "",
+        found=[*lines, ""] if lines else "",
     )
 
 

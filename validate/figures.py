@@ -230,14 +230,14 @@ def shares_text(partition: Sequence[int]) -> str:
 def increases(predictions: Predictions) -> dict[tuple[int, int], dict[str, tuple[float, float, float]]]:
     """Return mean noisy TTFT / TTFT without noise - 1 and its 95 % limits, by GPUs and context, then by strategy."""
     noisy = predictions.printed["noisy_network"]
-    found: dict[tuple[int, int], dict[str, tuple[float, float, float]]] = {}
+    by_point: dict[tuple[int, int], dict[str, tuple[float, float, float]]] = {}
     for num_gpus, tokens, strategy in product(noisy["num_gpus"], noisy["context_lens"], STRATEGIES):
         ttft = predictions.noisy(tokens, num_gpus, strategy)
         mean = ttft.mean
         limits_s = (mean.value_s, mean.low_s or mean.value_s, mean.high_s or mean.value_s)
         mean_low_high = tuple(seconds / ttft.quiet_s - 1 for seconds in limits_s)
-        found.setdefault((num_gpus, tokens), {})[strategy] = mean_low_high  # type: ignore[assignment]
-    return found
+        by_point.setdefault((num_gpus, tokens), {})[strategy] = mean_low_high  # type: ignore[assignment]
+    return by_point
 
 
 def _increases(predictions: Predictions) -> list[str]:

@@ -31,7 +31,7 @@ def _errors(profiles: Sequence[CalibrationProfile]) -> str:
     measured = {
         profile.name: {kind for kind, fit in profile.operations.items() if fit.num_rows} for profile in profiles
     }
-    kinds = [kind for kind in TITLES if any(kind in found for found in measured.values())]
+    kinds = [kind for kind in TITLES if any(kind in errors for errors in measured.values())]
     rows = [
         [
             profile.name,

@@ -135,10 +135,10 @@ def _model_folder(folder: Path, configs: Path, name: str) -> Path:
     model = folder / name
     if not model.exists():
         model.mkdir()
-        found = sorted(configs.glob(f"{name}_*"))
-        if not found:
+        folders = sorted(configs.glob(f"{name}_*"))
+        if not folders:
             raise InputError("--configs", str(configs), f"a folder with {name}_config.json")
-        for path in found:
+        for path in folders:
             shutil.copy(path, model / path.name.removeprefix(f"{name}_"))
     return model
 
@@ -200,8 +200,8 @@ def fit(settings: Settings, rows: Flags) -> EngineConstants:
     start = np.concatenate([[_TRANSFER], _PRIOR, np.zeros(4 * len(names))])
     (transfer, *mean), apart = np.split(least_squares(errors, start, loss="soft_l1").x, [5])
     by_engine = {name: mean + one for name, one in zip(names, apart.reshape(-1, 4), strict=True)}
-    found = EngineConstants(mean=np.array(mean), by_engine=by_engine, transfer_s=float(np.exp(transfer)))
-    seconds, launches_s = found._without_models(settings, rows)
+    constants = EngineConstants(mean=np.array(mean), by_engine=by_engine, transfer_s=float(np.exp(transfer)))
+    seconds, launches_s = constants._without_models(settings, rows)
     model_types = settings.rows.model_type[rows].to_numpy()
 
     def factor_of(own: Flags, around: float) -> float:
@@ -214,15 +214,15 @@ def fit(settings: Settings, rows: Flags) -> EngineConstants:
     shared = {one: factor_of(model_types == one, 0.0) for one in dict.fromkeys(model_types)}
     pairs = dict.fromkeys(zip(engines, model_types, strict=True))
     factors = {(e, m): factor_of((engines == e) & (model_types == m), shared[m]) for e, m in pairs}
-    found = replace(found, shared_types=shared, model_types=factors)
-    rest = weights * (log_s - np.log(found.seconds(settings, rows)))
+    constants = replace(constants, shared_types=shared, model_types=factors)
+    rest = weights * (log_s - np.log(constants.seconds(settings, rows)))
     versions = settings.rows.engine_version[rows].to_numpy()
     of_version = {}
     for engine, version in dict.fromkeys(zip(engines, versions, strict=True)):
         own = (engines == engine) & (versions == version)
         if version[:1].isdigit():
             of_version[engine, version] = float(rest[own].sum() / (weights[own].sum() + _VERSION_ROWS))
-    return replace(found, versions=of_version)
+    return replace(constants, versions=of_version)
 
 
 def left_out(settings: Settings, split: str) -> Array:
@@ -423,7 +423,7 @@ def read_others(path: Path) -> list[OtherPrefill]:
     import pandas
 
     names = JsonObject.read(Path(__file__).with_suffix(".json"), "silicon").fields
-    found = []
+    prefills = []
     for row in pandas.read_csv(path).to_dict("records"):
         engine = {"tensorrt-llm": "trtllm"}.get(row["engine"].lower(), row["engine"].lower())
         gpus = [gpu for gpu in names["gpus"] if gpu in re.sub("[^a-z0-9]", "", row["gpu"].lower())]
@@ -449,8 +449,8 @@ def read_others(path: Path) -> list[OtherPrefill]:
         case = f"{row['model']} {row['context']} x {row['batch']} on {row['n_gpus']} {row['gpu']}, {row['engine']}"
         seconds = {"predicted_s": result.ttft_s, "low_s": result.ttft_low_s, "high_s": result.ttft_high_s}
         tokens = int(row["context"]) * int(row["batch"])
-        found.append(OtherPrefill(case=case, tokens=tokens, measured_s=row["value"], **seconds))
-    return found
+        prefills.append(OtherPrefill(case=case, tokens=tokens, measured_s=row["value"], **seconds))
+    return prefills
 
 
 def steps_of(row: Mapping[str, Any], engine: str) -> dict[str, Any]:

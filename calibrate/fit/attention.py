@@ -360,14 +360,14 @@ def fit_latent(sources: Mapping[LatentForm, str], gpu: GpuSpec) -> Fitted[Latent
     of one query are not fitted: engines have separate kernels for decoding.
     """
     causal = [name for name, preset in PRESETS.items() if preset.structure["causal"]]
-    found: dict[LatentForm, Fitted[FlashRates]] = {}
+    fits: dict[LatentForm, Fitted[FlashRates]] = {}
     for form, source in sources.items():
         rows = [row for row in read_latent(source, form, "recipes") if (row.chunk or 0) > 1 and row.batch == 1]
-        found[form] = _best_flash(rows, gpu, causal)
-    expanded, absorbed = found["expanded"], found.get("absorbed")
+        fits[form] = _best_flash(rows, gpu, causal)
+    expanded, absorbed = fits["expanded"], fits.get("absorbed")
     return Fitted(
         rates=LatentRates(expanded=expanded.rates, absorbed=None if absorbed is None else absorbed.rates),
-        source="; ".join(f"{one.source} ({form})" for form, one in found.items()),
+        source="; ".join(f"{one.source} ({form})" for form, one in fits.items()),
         own=expanded.own,
         cross_validated=expanded.cross_validated,
         seen={name: span for name, span in expanded.seen.items() if name in ("chunk", "num_attention_heads")},

@@ -42,26 +42,26 @@ _SEEN = ("tokens", "hidden_size", "intermediate_size", "num_experts", "num_exper
 def fit_experts_section(recipe: JsonObject, profile: CalibrationProfile) -> Fitted[ExpertRates]:
     """Fit the tables and types listed in a recipe's "sources"; compare with the tables listed in "compare"."""
     recipe.only(("sources", "compare"))
-    found = []
+    tables = []
     for part in recipe.children("sources"):
         part.only(("source", "types"))
-        found += read_experts(part.text("source"), [str(one) for one in part.sequence("types")], recipe.where)
+        tables += read_experts(part.text("source"), [str(one) for one in part.sequence("types")], recipe.where)
     others = [rows for text in recipe.sequence("compare") for rows in read_experts(str(text), None, recipe.where)]
-    return fit_experts(found, profile, others)
+    return fit_experts(tables, profile, others)
 
 
 def fit_experts(
-    found: Sequence[ExpertRows], profile: CalibrationProfile, others: Sequence[ExpertRows] = ()
+    tables: Sequence[ExpertRows], profile: CalibrationProfile, others: Sequence[ExpertRows] = ()
 ) -> Fitted[ExpertRates]:
     """Fit the rates of all types, half precision included. `others`: rows of other engines, for the systematic error.
 
     Raises InputError where a type is missing or appears twice.
     """
-    names = [rows.kind for rows in found]
+    names = [rows.kind for rows in tables]
     if HALF not in names or len(set(names)) != len(names):
         raise InputError("types", ", ".join(names), f"each type once, {HALF} among them")
     gpu = load_gpu(profile.gpu)
-    data = [_of_one_gpu(rows, profile) for rows in found]
+    data = [_of_one_gpu(rows, profile) for rows in tables]
     fits = [_fit(rows, gpu) for rows in data]
     held_out = []
     for rows, fit in zip(data, fits, strict=True):

@@ -91,8 +91,8 @@ def solve(
         )
 
     def best(starting: Sequence[Array], rows: Some, max_steps: int, count: int) -> list[Array]:
-        found = [solved(start, rows, max_steps) for start in starting]
-        return [np.asarray(one.x) for one in sorted(found, key=lambda one: float(one.cost))[:count]]
+        results = [solved(start, rows, max_steps) for start in starting]
+        return [np.asarray(one.x) for one in sorted(results, key=lambda one: float(one.cost))[:count]]
 
     starting = [given]
     if starts > 1:
@@ -101,8 +101,8 @@ def solve(
         others = [random.uniform(low, high) for _ in range(starts - 1)]
         starting = best([given, *others], rows, _TRIAL_STEPS, _BEST_STARTS)
     [values] = best(starting, np.arange(len(measured_s)), _MAX_STEPS, 1)
-    found = named(values)
-    return {one.name: min(rounded(found[one.name]), one.high) for one in parameters}
+    results = named(values)
+    return {one.name: min(rounded(results[one.name]), one.high) for one in parameters}
 
 
 def cross_validated_s(labels: Iterable[Hashable], predict: Callable[[Some, Some], Array], count: int = _FOLDS) -> Array:
@@ -278,8 +278,8 @@ def column(rows: Iterable[Measurement], name: str) -> Array:
 
 def dtypes_of(rows: Iterable[Measurement]) -> tuple[str, ...]:
     """Dtypes of the rows that a fit uses: half precision, or fp32 where there is no half precision."""
-    found = {row.dtype for row in rows}
-    return FULL if found.isdisjoint(HALF) and "fp32" in found else HALF
+    dtypes = {row.dtype for row in rows}
+    return FULL if dtypes.isdisjoint(HALF) and "fp32" in dtypes else HALF
 
 
 def element_bytes_of(rows: Iterable[Measurement]) -> int:

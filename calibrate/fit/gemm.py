@@ -118,19 +118,19 @@ def fit_gemm_type(
     rows: Sequence[Measurement], gpu: GpuSpec, kind: str, *, keep_shapes: Collection[Shape] = ()
 ) -> Fitted[GemmRates]:
     """Fit one of GEMM_TYPES, with small tables of the `keep_shapes`. Rows are thinned evenly by time."""
-    found = sorted(rows, key=lambda row: row.expected_s)
-    data = GemmRows.of(found)
-    some = data.take(np.arange(0, len(found), max(1, len(found) // _MOST_TYPE_ROWS)))
+    by_time = sorted(rows, key=lambda row: row.expected_s)
+    data = GemmRows.of(by_time)
+    some = data.take(np.arange(0, len(by_time), max(1, len(by_time) // _MOST_TYPE_ROWS)))
     form = _pruned(some.fit(gpu, peak_of(gpu, kind), "", _TYPE_STARTS).rates, data)
     rates = with_tables(form, data, keep_shapes, TYPE_KNOTS)
     own = Comparison(label=f"{kind}, as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates))
     alone = Comparison(label=f"{kind}, form alone", measured_s=data.seconds, predicted_s=data.form_s(form))
     return Fitted(
         rates=rates,
-        source=sources_of(found),
+        source=sources_of(by_time),
         own=own,
         cross_validated=alone.from_size(data.tokens, PROMISED_ROWS, "rows"),
-        seen=seen_of(found, _SEEN),
+        seen=seen_of(by_time, _SEEN),
     )
 
 
@@ -140,13 +140,13 @@ def fit_types_section(part: JsonObject, profile: CalibrationProfile) -> Fitted[M
     for kind in part.fields:
         rows = usable_gemm(read_source(part.text(kind), "recipes"), (kind,))
         fits[kind] = fit_gemm_type(at_burst(rows, profile.kernels.clock), gpu, kind, keep_shapes=builtin_shapes())
-    found = list(fits.values())
+    each = list(fits.values())
     return Fitted(
         rates={**profile.kernels.gemm_types, **{kind: one.rates for kind, one in fits.items()}},
-        source="; ".join(one.source for one in found),
-        own=Comparison.joined("as shipped", [one.own for one in found]),
-        cross_validated=Comparison.joined("form alone", [one.cross_validated for one in found]),
-        seen=found[0].seen,
+        source="; ".join(one.source for one in each),
+        own=Comparison.joined("as shipped", [one.own for one in each]),
+        cross_validated=Comparison.joined("form alone", [one.cross_validated for one in each]),
+        seen=each[0].seen,
     )
 
 
@@ -179,9 +179,9 @@ def usable_gemm(rows: Sequence[Measurement], dtypes: Sequence[str], *, narrow: b
 
     Only wide matrices if there are enough of them; with `narrow` all matrices.
     """
-    found = [row for row in rows if row.operation == "gemm" and row.dtype in dtypes and (row.tokens or 0) >= STEP]
-    wide = [row for row in found if min(row.in_features or 0, row.out_features or 0) >= _LEAST_WIDTH]
-    return wide if len(wide) >= _ENOUGH and not narrow else found
+    products = [row for row in rows if row.operation == "gemm" and row.dtype in dtypes and (row.tokens or 0) >= STEP]
+    wide = [row for row in products if min(row.in_features or 0, row.out_features or 0) >= _LEAST_WIDTH]
+    return wide if len(wide) >= _ENOUGH and not narrow else products
 
 
 def head_bytes_per_s(rows: Sequence[Measurement], gpu: GpuSpec) -> float | None:
@@ -382,16 +382,16 @@ def fit_clock(rows: Sequence[Measurement], gpu: GpuSpec) -> FittedClock | None:
     Rows of several sources may have loops of different length, which separates an effect of time from one of size. Each
     source has its own rate.
     """
-    found = [row for row in rows if _fills(row) and row.has_loop]
-    loaded_s = (column(found, "warmups") + column(found, "repeats")) * column(found, "expected_s")
-    if len(found) < _LEAST_ROWS or loaded_s.max() < _LONG_S or loaded_s.min() > _SHORT_S:
+    products = [row for row in rows if _fills(row) and row.has_loop]
+    loaded_s = (column(products, "warmups") + column(products, "repeats")) * column(products, "expected_s")
+    if len(products) < _LEAST_ROWS or loaded_s.max() < _LONG_S or loaded_s.min() > _SHORT_S:
         return None
-    found = [found[index] for index in np.argsort(loaded_s)[:: max(1, len(found) // _MOST_ROWS)]]
-    flops = 2.0 * column(found, "tokens") * column(found, "in_features") * column(found, "out_features")
-    loops = _Loops(warmups=column(found, "warmups"), repeats=column(found, "repeats"))
+    products = [products[index] for index in np.argsort(loaded_s)[:: max(1, len(products) // _MOST_ROWS)]]
+    flops = 2.0 * column(products, "tokens") * column(products, "in_features") * column(products, "out_features")
+    loops = _Loops(warmups=column(products, "warmups"), repeats=column(products, "repeats"))
     peak = max(gpu.peak_flops.values())
-    sources = sorted({row.source for row in found})
-    names = np.array([f"rate_{sources.index(row.source)}" for row in found])
+    sources = sorted({row.source for row in products})
+    names = np.array([f"rate_{sources.index(row.source)}" for row in products])
 
     def predict(values: Constants, some: Some) -> Array:
         rates = np.array([values[name] for name in names[some]])
@@ -404,12 +404,12 @@ def fit_clock(rows: Sequence[Measurement], gpu: GpuSpec) -> FittedClock | None:
             *(Parameter(name=name, start=0.4 * peak, low=1e-2 * peak, high=peak) for name in sorted(set(names))),
         ),
         predict,
-        column(found, "expected_s"),
+        column(products, "expected_s"),
         starts=4,
     )
     if solved["sustained_share"] > _MOST_SUSTAINED or solved["time_constant_s"] >= _LONGEST_S:
         return None
-    return FittedClock(clock=_clock(solved), source=sources_of(found), num_rows=len(found))
+    return FittedClock(clock=_clock(solved), source=sources_of(products), num_rows=len(products))
 
 
 def _clock(values: Constants) -> Clock:

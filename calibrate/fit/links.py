@@ -49,11 +49,11 @@ def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRat
 
     `cross_validated` holds out a tenth of the sizes at a time.
     """
-    found = usable_link_rows(rows, "send_recv")
-    nbytes, peak = column(found, "bytes"), link.bandwidth_bytes_per_s
+    messages = usable_link_rows(rows, "send_recv")
+    nbytes, peak = column(messages, "bytes"), link.bandwidth_bytes_per_s
     fit = Fit(
         label="",
-        measured_s=column(found, "median_s"),
+        measured_s=column(messages, "median_s"),
         parameters=(
             Parameter(name="latency_s", start=1.5e-5, low=0.0, high=max(1e-2, 2 * link.latency_s)),
             Parameter(name="short_bytes_per_s", start=peak, low=1e-3 * peak, high=4 * peak),
@@ -63,7 +63,7 @@ def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRat
         seconds=lambda rates, some: rates.seconds(nbytes[some]),
         starts=4,
     )
-    return _fitted(found, fit.rates, fit.own, fit.left_out("sizes", nbytes.tolist()))
+    return _fitted(messages, fit.rates, fit.own, fit.left_out("sizes", nbytes.tolist()))
 
 
 def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[GatherRates]:
@@ -71,8 +71,8 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[Gather
 
     `cross_validated` holds out a tenth of the sizes at a time.
     """
-    found, why = _fastest(usable_link_rows(rows, "all_gather"))
-    nbytes, ranks = column(found, "bytes"), column(found, "ranks")
+    calls, why = _fastest(usable_link_rows(rows, "all_gather"))
+    nbytes, ranks = column(calls, "bytes"), column(calls, "ranks")
     peak, latency_s = link.bandwidth_bytes_per_s, link.latency_s
     longest_s = max(1e-3, 10 * latency_s)
 
@@ -85,7 +85,7 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[Gather
 
     fit = Fit(
         label="",
-        measured_s=column(found, "median_s"),
+        measured_s=column(calls, "median_s"),
         parameters=(
             Parameter(name="launch_s", start=max(6e-6, 0.5 * latency_s), low=1e-9, high=longest_s),
             Parameter(name="hop_s", start=max(1.3e-6, 0.1 * latency_s), low=1e-10, high=longest_s),
@@ -97,7 +97,7 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[Gather
         seconds=seconds,
     )
     held_out = fit.left_out("sizes", nbytes.tolist()).from_size(nbytes, LARGE_BYTES, "bytes")
-    return _fitted(found, fit.rates, fit.own, held_out, why=why, gathers=True)
+    return _fitted(calls, fit.rates, fit.own, held_out, why=why, gathers=True)
 
 
 def fit_all_reduce(rows: Sequence[Measurement]) -> Fitted[AllReduceRates]:
@@ -113,8 +113,8 @@ def fit_all_reduce(rows: Sequence[Measurement]) -> Fitted[AllReduceRates]:
     for row in usable:
         key = row.ranks or 0, row.bytes or 0
         fastest[key] = min(fastest.get(key, row), row, key=lambda one: one.median_s)
-    found = [fastest[key] for key in sorted(fastest)]
-    nbytes, ranks, seconds = (column(found, name) for name in ("bytes", "ranks", "median_s"))
+    calls = [fastest[key] for key in sorted(fastest)]
+    nbytes, ranks, seconds = (column(calls, name) for name in ("bytes", "ranks", "median_s"))
 
     def rates_of(some: Some) -> AllReduceRates:
         counts = sorted(set(ranks[some].tolist()))
@@ -126,11 +126,11 @@ def fit_all_reduce(rows: Sequence[Measurement]) -> Fitted[AllReduceRates]:
         rates = rates_of(train)
         return np.array([float(rates.seconds(nbytes[index], int(ranks[index]))) for index in test])
 
-    every = np.arange(len(found))
+    every = np.arange(len(calls))
     own = Comparison(label="fitted", measured_s=seconds, predicted_s=predicted(every, every))
     left_out_s = cross_validated_s(nbytes.tolist(), predicted)
     held_out = Comparison(label="sizes left out", measured_s=seconds, predicted_s=left_out_s)
-    return _fitted(found, rates_of(every), own, held_out, why=why, gathers=has_ring)
+    return _fitted(calls, rates_of(every), own, held_out, why=why, gathers=has_ring)
 
 
 def _table(num_gpus: int, sizes: Array, seconds: Array) -> MeasuredAllReduce:

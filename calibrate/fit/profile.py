@@ -259,8 +259,8 @@ class _OperationFits:
         """Width of the fitted attention heads: 128 if enough rows have it, else the most frequent one."""
         if len(attention.usable_attention(self.rows, attention.HEAD_DIM, self.dtypes)) >= LEAST_ROWS["attention"]:
             return attention.HEAD_DIM
-        found = [row.head_dim for row in self.rows if row.operation == "attention" and row.head_dim is not None]
-        return max(sorted(set(found)), key=found.count, default=attention.HEAD_DIM)
+        head_dims = [row.head_dim for row in self.rows if row.operation == "attention" and row.head_dim is not None]
+        return max(sorted(set(head_dims)), key=head_dims.count, default=attention.HEAD_DIM)
 
     @cached_property
     def usable(self) -> dict[str, list[Measurement]]:
@@ -272,26 +272,26 @@ class _OperationFits:
         """
         own, types = self.origin.is_hugging_face, " or ".join(self.dtypes)
         calls = attention.usable_attention(self.rows, self.head_dim, self.dtypes)
-        found = {
+        by_form = {
             "gemm": gemm.usable_gemm(self.rows, self.dtypes, narrow=own),
             **{form: [row for row in calls if self.form_of(row) == form] for form in _FORMS},
             "elementwise": elementwise.usable_elementwise(self.rows, self.dtypes),
             **{operation: usable_link_rows(self.rows, operation) for operation in _COLLECTIVES},
         }
-        if own and len(found["all_reduce"]) < LEAST_ROWS["all_reduce"]:
-            found["all_reduce"] = []
+        if own and len(by_form["all_reduce"]) < LEAST_ROWS["all_reduce"]:
+            by_form["all_reduce"] = []
         needed = {
             "gemm": f"products in {types} of at least {gemm.STEP} tokens",
             "attention": f"calls of one sequence in {types}, head_dim {self.head_dim}",
             "elementwise": f"kernels in {types}",
         }
-        first_form = next((form for form in _FORMS if found[form]), _FORMS[0])
-        for name, rows in found.items():
+        first_form = next((form for form in _FORMS if by_form[form]), _FORMS[0])
+        for name, rows in by_form.items():
             if rows or name in ("gemm", first_form):
                 kind = "attention" if name in _FORMS else name
                 what = needed.get(kind, "inside one node")
                 check_rows(kind, rows, self.argument, what, float("inf") if own else MAX_SPREAD)
-        return found
+        return by_form
 
     @cached_property
     def fitted_clock(self) -> gemm.FittedClock | None:
@@ -317,10 +317,10 @@ class _OperationFits:
 
     def use(self, *operations: str, kernel: str | None = None) -> list[Measurement]:
         """Mark rows of these operations as used, and return them; their dtype is a fitted one or unknown."""
-        found = [row for row in self.rows if row.operation in operations and row.dtype in (None, *self.dtypes)]
-        found = [row for row in found if kernel in (None, row.kernel)]
-        self.used += found
-        return found
+        rows = [row for row in self.rows if row.operation in operations and row.dtype in (None, *self.dtypes)]
+        rows = [row for row in rows if kernel in (None, row.kernel)]
+        self.used += rows
+        return rows
 
     def record(self, kind: str, usable: Sequence[Measurement], fitted: Fitted[Any]) -> Any:
         """Record a fit and return its rates. A poor fit gives a note for rows of this machine, else an InputError."""
@@ -412,8 +412,8 @@ class _OperationFits:
         if self.head_dim != attention.HEAD_DIM:
             return []
         calls = attention.usable_attention(self.rows, attention.NARROW_HEAD_DIM, self.dtypes)
-        found = [row for row in calls if self.form_of(row) == "flash" and (row.chunk or 0) >= attention.PROMISED_CHUNK]
-        return found if len(found) >= LEAST_ROWS["attention"] else []
+        long = [row for row in calls if self.form_of(row) == "flash" and (row.chunk or 0) >= attention.PROMISED_CHUNK]
+        return long if len(long) >= LEAST_ROWS["attention"] else []
 
     def elementwise_rates(self) -> ElementwiseRates:
         """Rates as measured, as assumed, or at the datasheet's memory bandwidth."""

@@ -50,9 +50,9 @@ def fit_recurrence(
 
     `cross_validated` holds out head counts. `compared`: other tables of the same GPU, which are not fitted.
     """
-    scans = {kind: _scans(found) for kind, found in rows.items()}
-    fits = {kind: _fit(found, ScanRates, _scan_parameters(gpu)) for kind, found in scans.items()}
-    swapped = [_long(scans[kind], found.rates) for kind in fits for other, found in fits.items() if other != kind]
+    scans = {kind: _scans(of_kind) for kind, of_kind in rows.items()}
+    fits = {kind: _fit(of_kind, ScanRates, _scan_parameters(gpu)) for kind, of_kind in scans.items()}
+    swapped = [_long(scans[kind], fit.rates) for kind in fits for other, fit in fits.items() if other != kind]
     held_out = []
     rates = {}
     for kind, fit in fits.items():
@@ -62,17 +62,17 @@ def fit_recurrence(
         convolution = _fit(convolutions, ConvolutionRates, _convolution_parameters(gpu))
         rates[kind] = KindRates(scan=fit.rates, convolution=convolution.rates)
     ratios = [log_ratio(_by_shape(scans[table.kind]), _by_shape(_scans(table)), least=1) for table in compared]
-    systematic = root_mean_square([median for found in ratios for median in found])
+    systematic = root_mean_square([median for medians in ratios for median in medians])
     return Fitted(
         rates=RecurrenceRates(
             kinds=rates,
             alike_log_sd=Comparison.joined("", swapped).errors().log_sd if swapped else _UNKNOWN_ALIKE_LOG_SD,
         ),
-        source="; ".join(found.source for found in rows.values()),
+        source="; ".join(of_kind.source for of_kind in rows.values()),
         own=Comparison.joined("scans, fitted", [fit.own for fit in fits.values()]),
         cross_validated=Comparison.joined("scans, head counts left out", held_out),
         systematic_log_sd=None if systematic is None else rounded(systematic),
-        seen={name: span_of([getattr(found, name) for found in scans.values()]) for name in _SEEN},
+        seen={name: span_of([getattr(of_kind, name) for of_kind in scans.values()]) for name in _SEEN},
     )
 
 

@@ -175,7 +175,7 @@ def read_modules(kind: str, text: str, argument: str = "measurements") -> list[M
 
     Calls of dense attention are left out. If any call has an FP8 cache, calls with another cache are left out.
     """
-    found: list[ModuleRows] = []
+    modules: list[ModuleRows] = []
     for table in _KINDS[kind].tables:
         rows = read_module(text, table, argument)
         caches = rows.texts["kv_cache_dtype"]
@@ -186,11 +186,11 @@ def read_modules(kind: str, text: str, argument: str = "measurements") -> list[M
         usable &= rows.seconds > _BUSY * rows.seconds[usable].min()
         for name, config in _KINDS[kind].models.items():
             of_model = rows.take(usable & np.array([name in one for one in rows.texts["model"]]))
-            found += _shares(of_model, name, _mixer(config, table)) if len(of_model.seconds) else []
-    if not found:
+            modules += _shares(of_model, name, _mixer(config, table)) if len(of_model.seconds) else []
+    if not modules:
         raise InputError(argument, text, f"a source with modules of {', '.join(_KINDS[kind].models)}")
-    every = max(1, sum(len(one.rows.seconds) for one in found) // _MOST_ROWS)
-    thinned = [replace(one, rows=one.rows.take(np.arange(len(one.rows.seconds)) % every == 0)) for one in found]
+    every = max(1, sum(len(one.rows.seconds) for one in modules) // _MOST_ROWS)
+    thinned = [replace(one, rows=one.rows.take(np.arange(len(one.rows.seconds)) % every == 0)) for one in modules]
     return [one for one in thinned if len(one.rows.seconds)]
 
 
@@ -203,14 +203,14 @@ def _mixer(config: str, table: str) -> Any:
 
 
 def _shares(rows: SparseRows, name: str, mixer: Any) -> Sequence[ModuleRows]:
-    found = []
+    modules = []
     for gemm_type in sorted(set(rows.texts["gemm_type"])):
         for heads in np.unique(rows.heads):
             some = rows.take((rows.texts["gemm_type"] == gemm_type) & (rows.heads == heads))
             size = mixer.num_attention_heads // int(heads)
             if len(some.seconds) and size:
-                found.append(ModuleRows(name=name, gemm_type=gemm_type, mixer=_share(mixer, size), rows=some))
-    return found
+                modules.append(ModuleRows(name=name, gemm_type=gemm_type, mixer=_share(mixer, size), rows=some))
+    return modules
 
 
 def _share(mixer: SparseMixer, size: int) -> SparseMixer:

@@ -35,13 +35,13 @@ def read_source(text: str, argument: str = "measurements") -> list[Measurement]:
     place, _, query = text.partition("?")
     wanted = _parse_filter(query, text, argument) if query or text.endswith("?") else {}
     if place.partition(":")[0] in aiconfigurator.PACKAGES:
-        found = aiconfigurator.read_aiconfigurator(place, argument)
+        rows = aiconfigurator.read_aiconfigurator(place, argument)
     else:
         table = CsvTable.read(place, argument)
-        found = layout_of(table).read(table)
-    if not found:
+        rows = layout_of(table).read(table)
+    if not rows:
         raise InputError(argument, text, f"a source with rows of {', '.join(OPERATIONS)}")
-    return _filtered(found, wanted, text, argument)
+    return _filtered(rows, wanted, text, argument)
 
 
 def layout_of(table: CsvTable) -> Layout:
@@ -70,13 +70,13 @@ def _parse_filter(query: str, text: str, argument: str) -> dict[str, str]:
     return wanted
 
 
-def _filtered(found: list[Measurement], wanted: dict[str, str], text: str, argument: str) -> list[Measurement]:
+def _filtered(every: list[Measurement], wanted: dict[str, str], text: str, argument: str) -> list[Measurement]:
     """The rows that contain all wanted texts. If there are none, InputError lists the values of the field."""
     for field, value in wanted.items():
-        rows = [row for row in found if value in getattr(row, field).lower()]
+        rows = [row for row in every if value in getattr(row, field).lower()]
         if not rows:
-            there = sorted({getattr(row, field) for row in found})
+            there = sorted({getattr(row, field) for row in every})
             shown = "; ".join(there[:_MAX_SHOWN]) + ("; ..." if len(there) > _MAX_SHOWN else "")
             raise InputError(argument, text, f"a filter that keeps some rows; what there is: {shown}")
-        found = rows
-    return found
+        every = rows
+    return every

@@ -104,9 +104,9 @@ def read_aiconfigurator(text: str, argument: str = "measurements") -> list[Measu
         ("comm/nccl", _NCCL_FILE, _read_nccl),
         (f"comm/{framework}", _CUSTOM_FILE, _read_custom),
     ):
-        found = source.nccl() if file == _NCCL_FILE else source.table(table, file)
-        if found is not None:
-            rows = read(found)
+        table_file = source.nccl() if file == _NCCL_FILE else source.table(table, file)
+        if table_file is not None:
+            rows = read(table_file)
             if file == _DECODE_FILE:  # keep only kernels that also compute prefills
                 kernels = {row.kernel for row in measured}
                 rows = [row for row in rows if row.kernel in kernels]
@@ -494,10 +494,10 @@ def read_table(
     is missing, or a value is not of its kind.
     """
     source = Source.parse(text, argument)
-    found = source.table(f"{table}/{source.framework}", file)
-    if found is None or source.version not in (None, found.version):
+    table_file = source.table(f"{table}/{source.framework}", file)
+    if table_file is None or source.version not in (None, table_file.version):
         raise InputError(argument, text, f"a system, framework and version with {table}/.../{file}")
-    return found.read(numbers, ["device", *texts]), found.source
+    return table_file.read(numbers, ["device", *texts]), table_file.source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -625,8 +625,8 @@ class Source:
     def _tables(self, folder: str, file: str) -> list[Table]:
         """The table in all versions, newest first."""
         paths = [path for path in self.package.tables if path.match(f"{self.system}/{folder}/*/{file}")]
-        found = [Table(package=self.package, path=path, argument=self.argument) for path in paths]
-        return sorted(found, key=lambda one: version_key(one.version), reverse=True)
+        tables = [Table(package=self.package, path=path, argument=self.argument) for path in paths]
+        return sorted(tables, key=lambda one: version_key(one.version), reverse=True)
 
 
 def version_key(version: str) -> tuple[tuple[int, ...], tuple[int, int]]:

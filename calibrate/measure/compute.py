@@ -169,10 +169,10 @@ class ComputeBench:
             self.timer.forward(at, bare=bare)
             self._warm.add(point)
         times = self.timer.forward(at, bare=bare, heat=self._heats(at, self.timer.known_s.get(at, 0.0)))
-        found = {name: seconds for name, seconds in times.items() if (name in _HOST) is bare}
+        samples = {name: seconds for name, seconds in times.items() if (name in _HOST) is bare}
         if not bare and self.timer.known_s[at] < _MARKED_S:
-            found[BARE_LAYER] = self.timer.layer_s(at)
-        return found
+            samples[BARE_LAYER] = self.timer.layer_s(at)
+        return samples
 
     def _heats(self, at: Point, forward_s: float) -> bool:
         """Whether the device must be heated first; host times need no heating."""
@@ -214,7 +214,7 @@ def compute_rows(
     for point, taken in samples.items():
         rows.add_point(point, taken)
     rows.add_chunks()
-    return rows.found
+    return rows.rows
 
 
 class _Rows:
@@ -224,7 +224,7 @@ class _Rows:
         self.model, self.common = model, common
         self.element_bytes = dtype_bytes(common["dtype"])
         self.chunks: dict[int, list[Seconds]] = {}  # samples of whole forwards by their chunk
-        self.found: list[Measurement] = []
+        self.rows: list[Measurement] = []
 
     def add_point(self, point: Point, taken: Sequence[Seconds]) -> None:
         """Add rows that depend on the point: attention, sums over the layer, the host; `add_chunks` adds the rest."""
@@ -281,7 +281,7 @@ class _Rows:
             fence_s = _FENCE * (high - low)  # Tukey's fences: outliers are clipped to them
             mean_s = float(np.mean(np.clip(seconds, low - fence_s, high + fence_s)))
             times: dict[str, Any] = {"median_s": median_s, "mean_s": mean_s, "spread_s": high - low}
-            self.found.append(Measurement(operation=operation, **times, **{**self.common, **fields}))
+            self.rows.append(Measurement(operation=operation, **times, **{**self.common, **fields}))
 
 
 def _unmarked(taken: Sequence[Seconds]) -> list[Seconds]:

@@ -111,8 +111,8 @@ def spec_of(device: str, dtype: str, threads: int) -> GpuSpec:
     name = device_name(device, threads)
     memory_bytes, num_sms = _memory_bytes() // max(1, (os.cpu_count() or 1) // threads), threads
     if device == "cuda":
-        found = torch.cuda.get_device_properties(torch.cuda.current_device())
-        memory_bytes, num_sms = int(found.total_memory), int(found.multi_processor_count)
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        memory_bytes, num_sms = int(properties.total_memory), int(properties.multi_processor_count)
         known = gpu_named(name, num_sms=num_sms, memory_bytes=memory_bytes)
         if known is not None:
             return known
@@ -140,8 +140,8 @@ def origin(device: str, threads: int, command: str) -> dict[str, Any]:
 
 def versions(device: str) -> dict[str, str]:
     """Versions of all software that affects the measured times."""
-    found = libraries() | {"system": f"{platform.system()} {platform.release()} {platform.machine()}"}
-    return found | {"driver": _driver(), "NCCL": _nccl()} if device == "cuda" else found
+    programs = libraries() | {"system": f"{platform.system()} {platform.release()} {platform.machine()}"}
+    return programs | {"driver": _driver(), "NCCL": _nccl()} if device == "cuda" else programs
 
 
 def _copy_bytes_per_s(device: str) -> float:

@@ -154,9 +154,9 @@ class ForwardTimer:
             self.clock.mark("start")
             forward()
             self.clock.mark("end")
-            found = self.clock.finish()
-            hold_s = _HOLD * found[-1].host_s
-        corrected = without_marks(found)
+            marks = self.clock.finish()
+            hold_s = _HOLD * marks[-1].host_s
+        corrected = without_marks(marks)
         self.known_s[at] = corrected[-1].device_s - corrected[0].device_s
         return parts.times(corrected)
 
@@ -184,9 +184,9 @@ class ForwardTimer:
             merged.add(*block_attention(at.kernel, query, key, value, None, causal=False))  # type: ignore[arg-type]
             self.clock.start()
             self.clock.mark("start")
-            found = block_attention(at.kernel, query, key, value, None, causal=False)  # type: ignore[arg-type]
+            result = block_attention(at.kernel, query, key, value, None, causal=False)  # type: ignore[arg-type]
             self.clock.mark("block")
-            merged.add(*found)
+            merged.add(*result)
             self.clock.mark("merged")
             start, attended, ended = self.clock.finish()
         return {"block": attended.device_s - start.device_s, "merge": ended.device_s - attended.device_s}
@@ -280,7 +280,7 @@ class LayerParts:
             "activation": max(mlp - inside, 0.0),
             "rotary": max(before - self._timed_s(at, "before"), 0.0),
             "residual": max(after - self._timed_s(at, "after"), 0.0),
-            **{name: fmean(found) for name, found in seconds.items()},
+            **{name: fmean(each_s) for name, each_s in seconds.items()},
         }
 
     def _timed_s(self, at: _Spans, where: str) -> float:

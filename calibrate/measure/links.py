@@ -348,7 +348,7 @@ def measured_link(rows: Sequence[Measurement], name: str, argument: str = "measu
             sizes.setdefault(row.bytes, []).append(row.median_s)
     if not sizes:
         raise InputError(argument, "nothing", "send_recv rows, one message at a time")
-    seconds = {nbytes: median(found) for nbytes, found in sizes.items()}
+    seconds = {nbytes: median(each_s) for nbytes, each_s in sizes.items()}
     return LinkSpec(
         name=name,
         bandwidth_bytes_per_s=rounded(max(nbytes / one_s for nbytes, one_s in seconds.items())),

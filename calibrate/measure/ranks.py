@@ -95,9 +95,9 @@ class LinkRank:
         """The rank's own GPU, or the CPU."""
         if kind != "cuda":
             return kind
-        found = torch.cuda.device_count()
-        if found < self.num_ranks:
-            raise RuntimeError(f"{self.num_ranks} ranks need as many GPUs, found {found}")
+        count = torch.cuda.device_count()
+        if count < self.num_ranks:
+            raise RuntimeError(f"{self.num_ranks} ranks need as many GPUs, found {count}")
         torch.cuda.set_device(self.rank)
         return f"cuda:{self.rank}"
 

@@ -167,7 +167,7 @@ def _of_gpu(rows: Sequence[PrefillRow], profile: CalibrationProfile) -> tuple[li
 
 def _chips(text: str) -> list[str]:
     """The built-in GPUs that a name may mean; A800 and H800 are A100 and H100 with slower links."""
-    plain = re.sub("[ah]800", lambda found: f"{found[0][0]}100", text.lower())
+    plain = re.sub("[ah]800", lambda match: f"{match[0][0]}100", text.lower())
     return [gpu for gpu in builtin_gpus() if _is_named(gpu, plain)]
 
 

@@ -314,9 +314,9 @@ def read_prefills(
     notes: list[str] = []
     for source in sources:
         if isinstance(source, str | Path) and _is_json(source):
-            found = _output(source, argument)
-            rows += found.rows
-            notes += found.notes
+            part = _output(source, argument)
+            rows += part.rows
+            notes += part.notes
         else:
             read = CsvTable.read if isinstance(source, str | Path) else CsvTable.of_frame
             table = read(source, argument)
@@ -406,15 +406,15 @@ def _objects(path: Path, argument: str, where: str) -> list[JsonObject]:
     except ValueError as error:
         if not text.lstrip().startswith("{"):
             raise InputError(where, " ".join(str(error).split()), "valid JSON") from None
-    found = []
+    objects = []
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             place = f"{where}, line {number}"
             try:
-                found.append(_object(parse_json(line), place))
+                objects.append(_object(parse_json(line), place))
             except ValueError as error:
                 raise InputError(place, " ".join(str(error).split()), "valid JSON: one object, or one a line") from None
-    return found
+    return objects
 
 
 def _object(value: object, where: str) -> JsonObject:

@@ -139,11 +139,11 @@ class _Problem:
     def fit(self, rows: NDArray[np.bool_]) -> tuple[Array, float]:
         """The most probable terms, with the noise that makes the rows most probable."""
         point = self.search(rows, _FIRST_NOISE)
-        found = []
+        points = []
         for noise in _NOISES:
             point = self.minimise(point, rows, noise)
-            found.append((self.evidence(point, rows, noise), noise, point))
-        _, noise, point = min(found, key=lambda one: one[:2])
+            points.append((self.evidence(point, rows, noise), noise, point))
+        _, noise, point = min(points, key=lambda one: one[:2])
         return point, noise
 
     def search(self, rows: NDArray[np.bool_], noise: float) -> Array:
@@ -159,11 +159,11 @@ class _Problem:
             return self.cost(point, self.errors(point), rows, noise)
 
         best_alone = {term: min(starts, key=costs) for term, starts in alone.items()}
-        found = [self.minimise(min([np.zeros(count), *best_alone.values()], key=costs), rows, noise)]
-        errors = self.errors(found[0])
-        narrowed = np.sqrt(np.diag(self.covariance(errors, self.slopes(found[0], errors), rows, noise)))
-        found += [self.minimise(best_alone[term], rows, noise) for term in alone if narrowed[term] > _HIDDEN]
-        return min(found, key=costs)
+        minima = [self.minimise(min([np.zeros(count), *best_alone.values()], key=costs), rows, noise)]
+        errors = self.errors(minima[0])
+        narrowed = np.sqrt(np.diag(self.covariance(errors, self.slopes(minima[0], errors), rows, noise)))
+        minima += [self.minimise(best_alone[term], rows, noise) for term in alone if narrowed[term] > _HIDDEN]
+        return min(minima, key=costs)
 
     def minimise(self, start: Array, rows: NDArray[np.bool_], noise: float) -> Array:
         """The most probable point near a start, by damped Gauss-Newton steps."""

@@ -119,10 +119,10 @@ class Recipe:
 
 def read_public(text: str, vidur: Path) -> list[Measurement]:
     """Read one source of a recipe; vidur's files are read from the history of the clone `vidur`."""
-    found = _VIDUR_FILE.fullmatch(text)
-    if found is None:
+    match = _VIDUR_FILE.fullmatch(text)
+    if match is None:
         return read_source(text, "recipes")
-    commit, path, query = found.groups()
+    commit, path, query = match.groups()
     done = subprocess.run(["git", "-C", str(vidur), "show", f"{commit}:{path}"], capture_output=True, check=False)
     if done.returncode:
         reason = " ".join(done.stderr.decode("utf-8", "replace").split())

@@ -89,8 +89,8 @@ def made(name: str) -> click.Command:
     """Import a command."""
     summary, where = COMMANDS[name]
     module, _, attribute = where.partition(":")
-    found = getattr(import_module(f"{_ROOM}.{module}"), attribute)
-    command: click.Command = found if isinstance(found, Group) else click.command(cls=Command)(found)
+    function = getattr(import_module(f"{_ROOM}.{module}"), attribute)
+    command: click.Command = function if isinstance(function, Group) else click.command(cls=Command)(function)
     command.name = name
     command.help = command.help or summary
     return command

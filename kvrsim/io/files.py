@@ -90,17 +90,17 @@ def _target(path: str | Path, argument: str) -> tuple[Path, int | None]:
             raise InputError(argument, path, "a file in a folder that exists, which the working one does not") from None
         if not target.parent.is_dir():
             raise InputError(argument, path, "a file in a folder that exists")
-        found = target.stat()
+        status = target.stat()
     except FileNotFoundError:
         return target, None
     except (OSError, ValueError) as error:  # a name that is too long, circular links, or a null byte
         reason = error.strerror if isinstance(error, OSError) else "not a path"
         raise InputError(argument, path, f"a file that can be written ({reason})") from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise InputError(argument, path, "a regular file, or one that does not exist yet")
     if not os.access(target, os.W_OK):
         raise InputError(argument, path, "a file that can be written (it is write-protected)")
-    return target, stat.S_IMODE(found.st_mode)
+    return target, stat.S_IMODE(status.st_mode)
 
 
 def is_first_rank() -> bool:

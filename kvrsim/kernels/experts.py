@@ -260,9 +260,9 @@ class RoutedExperts:
     @property
     def reach(self) -> float:
         """Share of the tokens that have an expert on a given GPU, if all experts are equally likely."""
-        held, per_tok = self.layer.num_experts, self.layer.num_experts_per_tok
-        every = held * self.placement.num_gpus
-        return 1.0 - prod(max(0.0, every - held - drawn) / (every - drawn) for drawn in range(per_tok))
+        own, per_tok = self.layer.num_experts, self.layer.num_experts_per_tok
+        every = own * self.placement.num_gpus
+        return 1.0 - prod(max(0.0, every - own - drawn) / (every - drawn) for drawn in range(per_tok))
 
     @property
     def dispatched_bytes(self) -> float:

@@ -596,8 +596,8 @@ class _Reader:
     def _states(self, layer: _Layer, decays: bool) -> list[torch.Tensor]:
         """States of a mixer: in the class's cache, in the mixer itself, or returned with its output."""
         module = layer.module
-        kept = getattr(self._cached(module), "recurrent_states", None)
-        states = [one for one in (kept.values() if isinstance(kept, dict) else kept or ()) if one is not None]
+        cache = getattr(self._cached(module), "recurrent_states", None)
+        states = [one for one in (cache.values() if isinstance(cache, dict) else cache or ()) if one is not None]
         if states and (decays or "Attention" not in type(module).__name__):  # a layer with two mixers has one cache
             return states
         states = [one.recurrent_states for one in module.modules() if hasattr(one, "recurrent_states")]
@@ -638,9 +638,9 @@ class _Reader:
             self.notes.append("layers that take K and V of an earlier layer project and cache none")
         if indexer is None:
             self._equal_products(layer, heads * (head_dim + value_dim))
-            held = [getattr(cached, name, None) for name in ("keys", "values")]
-            if (keys or fused) and all(isinstance(one, torch.Tensor) and one.numel() for one in held):
-                theirs = sum(one.shape[1] * one.shape[-1] for one in held if one is not None)
+            tensors = [getattr(cached, name, None) for name in ("keys", "values")]
+            if (keys or fused) and all(isinstance(one, torch.Tensor) and one.numel() for one in tensors):
+                theirs = sum(one.shape[1] * one.shape[-1] for one in tensors if one is not None)
                 if theirs != heads * (head_dim + value_dim):  # some classes cache repeated keys
                     _equal(f"cached elements of {layer.name} per token", kv_heads * (head_dim + value_dim), theirs)
         window, chunk = self._window(cached)

@@ -145,8 +145,8 @@ class Geometry:
 
     def share(self, size: int) -> Geometry:
         """Return the geometry of one of `size` ranks that share the KV heads."""
-        kept = (layout.share(size) if isinstance(layout, KvLayout) else layout for layout in self.layouts)
-        return replace(self, layouts=tuple(kept))
+        layouts = (layout.share(size) if isinstance(layout, KvLayout) else layout for layout in self.layouts)
+        return replace(self, layouts=tuple(layouts))
 
     @property
     def num_hidden_layers(self) -> int:

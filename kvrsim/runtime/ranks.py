@@ -42,7 +42,7 @@ _GRACE_S = 2.0  # seconds after the first fault in which other ranks may report 
 _PARENT_DEATH_SIGNAL = 1  # option PR_SET_PDEATHSIG of prctl(2)
 _JOIN_S = 2.0  # seconds in which a process may end by itself
 _LATE_S = 10.0  # seconds after the time limit of a command at which its process is killed
-_MOST_SAID = 200  # largest number of characters of a rank's log in an error message
+_MAX_OUTPUT = 200  # characters of a rank's last output line in an error message
 
 
 def launch(function: RankFunction, *arguments: Any, how: Launch, on_progress: OnProgress | None = None) -> list[Any]:
@@ -362,5 +362,5 @@ def _death(exitcode: int | None, log: Path) -> str:
     if exitcode is not None and exitcode < 0:
         return f"killed by {signal.Signals(-exitcode).name}"
     lines = log.read_text("utf-8", "replace").strip().splitlines() if log.exists() else []
-    said = f", after saying: {shorten(lines[-1], _MOST_SAID, placeholder='...')}" if lines else ""
-    return f"ended without an answer (exit code {exitcode}){said}"
+    output = f", after saying: {shorten(lines[-1], _MAX_OUTPUT, placeholder='...')}" if lines else ""
+    return f"ended without an answer (exit code {exitcode}){output}"

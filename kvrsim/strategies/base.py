@@ -108,8 +108,9 @@ class Step:
 
     def append_to(self, tokens: Array, prefix: Array) -> Compute:
         """Join the K and V of some of the rank's tokens to those of its `prefix` other tokens."""
-        held = None if self.times_only else self.costs.mixer.cache_bytes(prefix + tokens)
-        return Compute(name="append", device_s=self.costs.mixer.append_s(tokens, prefix), kv_bytes=held, kind="append")
+        mixer = self.costs.mixer
+        kv_bytes = None if self.times_only else mixer.cache_bytes(prefix + tokens)
+        return Compute(name="append", device_s=mixer.append_s(tokens, prefix), kv_bytes=kv_bytes, kind="append")
 
     def attention(self, rank: int, prefix: Array) -> Compute:
         """Attention of the chunk's queries to the prefix and the chunk, in blocks if the strategy has blocks."""
@@ -196,9 +197,9 @@ class Step:
     def assemble_kv(self, rank: int) -> Compute:
         """Join the gathered pieces in one contiguous K and V."""
         chunk, total = self.chunks[rank], self.starts[-1] + self.chunks[-1]
-        held = self.costs.mixer.cache_bytes(total)
+        kv_bytes = self.costs.mixer.cache_bytes(total)
         return Compute(
-            name="assemble", device_s=self.costs.mixer.concat_s(chunk, total - chunk), kv_bytes=held, kind="append"
+            name="assemble", device_s=self.costs.mixer.concat_s(chunk, total - chunk), kv_bytes=kv_bytes, kind="append"
         )
 
     @property

@@ -36,12 +36,12 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     # Bytes of a rank's share of the cached prefix, for the receiver's heads.
     shares = heads.mixer.cache_bytes(step.cached) * step.costs.setting.prefix.share
     yield replace(there, nbytes=there.nbytes + shares)
-    held = step.cached + total
+    context = step.cached + total
     yield from _packed(step, (total, queries))
     yield Compute(
         name="append",
         device_s=heads.mixer.append_s(total, step.cached),
-        kv_bytes=heads.mixer.cache_bytes(held),
+        kv_bytes=heads.mixer.cache_bytes(context),
         kind="append",
     )
     yield Compute(
@@ -49,7 +49,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
         kind="attention",
         device_s=heads.mixer.attention_s(total, step.cached),
         host_s=heads.host_attention_s,
-        score_elements=heads.mixer.score_elements(total, held),
+        score_elements=heads.mixer.score_elements(total, context),
     )
     yield from _packed(step, (total, outputs))
     yield _all_to_all(step, lengths[others], outputs)

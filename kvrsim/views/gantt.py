@@ -69,10 +69,10 @@ def is_pipeline(timeline: Timeline) -> bool:
 def legend_entries(spans: Iterable[Span], *, alternates: bool = True) -> dict[str, str]:
     """Labels and colours of all operations drawn, in the order of the legend."""
     drawn = {operation_of(span.kind, span.op) for span in spans}
-    found = {one.label: one.colour.light for one in OPERATIONS.values() if one in drawn}
+    entries = {one.label: one.colour.light for one in OPERATIONS.values() if one in drawn}
     if alternates and drawn & {OPERATIONS[op] for op in ("qkv", "attention", "output+mlp")}:
-        found["odd layers: lighter"] = faded(OPERATIONS["attention"].colour.light)
-    return found
+        entries["odd layers: lighter"] = faded(OPERATIONS["attention"].colour.light)
+    return entries
 
 
 # Lanes: the operations of each rank over time, in the mean colour of each pixel

@@ -223,11 +223,11 @@ def table(
         tag("th", column.label, scope="col", title=column.hint or None, class_=_class(column) or None)
         for column in columns
     )
-    held = list(rows)
-    names: Sequence[str | None] = row_names or [None] * len(held)
+    body = list(rows)
+    names: Sequence[str | None] = row_names or [None] * len(body)
     lines = (
         tag("tr", *(_cell(column, cell) for column, cell in zip(columns, row, strict=True)), data_name=name)
-        for row, name in zip(held, names, strict=True)
+        for row, name in zip(body, names, strict=True)
     )
     whole = tag(
         "table",

@@ -146,7 +146,7 @@ def rules(strategies: Iterable[str]) -> str:
 
 
 def _values(ground: Ground, strategies: Iterable[str]) -> str:
-    found = {"--ink": TEXT, "--dim": FAINT_TEXT, "--card": GROUND, "--hatch": WAITING_LINES}
-    found |= {variable("op", name): one.colour for name, one in OPERATIONS.items()}
-    found |= {variable("strategy", name): strategy_colour(name) for name in (*STRATEGY_COLOURS, *strategies)}
-    return ";".join(f"{name}:{colour.on(ground)}" for name, colour in found.items())
+    values = {"--ink": TEXT, "--dim": FAINT_TEXT, "--card": GROUND, "--hatch": WAITING_LINES}
+    values |= {variable("op", name): one.colour for name, one in OPERATIONS.items()}
+    values |= {variable("strategy", name): strategy_colour(name) for name in (*STRATEGY_COLOURS, *strategies)}
+    return ";".join(f"{name}:{colour.on(ground)}" for name, colour in values.items())

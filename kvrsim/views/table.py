@@ -75,9 +75,9 @@ class Table:
 
     def without(self, rank: int) -> Table:
         """The table without the columns of a rank."""
-        kept = [place for place, column in enumerate(self.columns) if column.rank != rank]
-        rows = [tuple(row[place] for place in kept) for row in self.rows]
-        return replace(self, columns=[self.columns[place] for place in kept], rows=rows)
+        places = [place for place, column in enumerate(self.columns) if column.rank != rank]
+        rows = [tuple(row[place] for place in places) for row in self.rows]
+        return replace(self, columns=[self.columns[place] for place in places], rows=rows)
 
 
 def columns(*titles: str) -> Table:

@@ -84,10 +84,10 @@ def to_data(shown: LabelledTimeline) -> dict[str, Any]:
 
 def legend(timelines: Iterable[Timeline]) -> list[tuple[str, str]]:
     """Label and CSS variable of every colour in the timelines."""
-    found = {(span.kind, span.op) for timeline in timelines for span in timeline.spans}
-    shown = {variable_of(kind, op): operation_of(kind, op).label for kind, op in found}
+    operations = {(span.kind, span.op) for timeline in timelines for span in timeline.spans}
+    labels = {variable_of(kind, op): operation_of(kind, op).label for kind, op in operations}
     order = [variable("op", name) for name in OPERATIONS]
-    return [(shown[name], name) for name in order if name in shown]
+    return [(labels[name], name) for name in order if name in labels]
 
 
 def _with_keys(words: str) -> Iterator[str]:
@@ -100,17 +100,17 @@ def _columns(
     spans: Sequence[tuple[Span, str]], tick_s: float, kinds: dict[tuple[Any, ...], int]
 ) -> dict[str, list[int]]:
     """Columns of one lane."""
-    found: dict[str, list[int]] = {"kind": [], "layer": [], "gap": [], "ticks": []}
+    columns: dict[str, list[int]] = {"kind": [], "layer": [], "gap": [], "ticks": []}
     clock = 0
     for span, basis in sorted(spans, key=lambda pair: pair[0].start_s):
         kind = (variable_of(span.kind, span.op), span.name, span.peer, span.nbytes, basis)
         start, ticks = round(span.start_s / tick_s), max(1, round(span.duration_s / tick_s))
-        found["kind"].append(kinds.setdefault(kind, len(kinds)))
-        found["layer"].append(-1 if span.layer is None else span.layer)
-        found["gap"].append(start - clock)
-        found["ticks"].append(ticks)
+        columns["kind"].append(kinds.setdefault(kind, len(kinds)))
+        columns["layer"].append(-1 if span.layer is None else span.layer)
+        columns["gap"].append(start - clock)
+        columns["ticks"].append(ticks)
         clock = start + ticks
-    return found
+    return columns
 
 
 def _first_tokens_s(timeline: Timeline) -> list[float]:

@@ -95,7 +95,7 @@ def _plan(
     search = FleetSearch(simulator, pool, report)
     fits = search.all_fits(_stretch(workloads))
     fleets = search.answers(fits)
-    tried = search.around(fits)
+    answers = search.around(fits)
     infeasible = search.infeasible(fits)
     longest = replace(scenario.request, context_len=max(int(one.context_len.max()) for one in workloads))
     largest = replace(scenario.on_gpus(max(sizes)), request=replace(longest, cached_prefix=0))
@@ -137,7 +137,7 @@ def _plan(
         seconds=time.perf_counter() - begin_s,
         warnings=tuple(notes),
         would_meet=() if nearest is None else tuple(_would_meet(nearest, request, workloads, times)),
-        tried=tried,
+        tried=answers,
     )
 
 

@@ -444,10 +444,10 @@ class FleetSearch:
             larger = (
                 (*fleet[:index], group.of(group.replicas + 1), *fleet[index + 1 :]) for index, group in enumerate(fleet)
             )
-            tried = [self.simulator.answer(one) for one in larger if gpus_of(one) <= self.limits.max_gpus]
-            if not tried:
+            answers = [self.simulator.answer(one) for one in larger if gpus_of(one) <= self.limits.max_gpus]
+            if not answers:
                 return None
-            answer = min(tried, key=lambda one: (not one.meets, _high_s(one)))
+            answer = min(answers, key=lambda one: (not one.meets, _high_s(one)))
             if not answer.meets and _high_s(answer) >= _high_s(before):
                 return None
         return answer

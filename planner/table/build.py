@@ -128,8 +128,8 @@ def levels_of(
     chunks = np.array(partition, dtype=float)
     prefixes = scenario.request.cached_prefix + np.cumsum(chunks) - chunks
     low, high = np.maximum(1.0, np.floor((1 - _NEAR) * chunks)), np.floor((1 + _NEAR) * chunks) + 1.0
-    tried = np.stack([chunks, low, high], axis=1)
-    busy_s, low_s, high_s = chain.work(range(chain.num_ranks), tried, prefixes[:, None]).busy_s.T
+    trials = np.stack([chunks, low, high], axis=1)
+    busy_s, low_s, high_s = chain.work(range(chain.num_ranks), trials, prefixes[:, None]).busy_s.T
 
     def extra_s(lengths: Array) -> Array:
         return np.array([steps.extra_s(length, prefix) for length, prefix in zip(lengths, prefixes, strict=True)])

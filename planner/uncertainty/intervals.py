@@ -93,8 +93,8 @@ def provenance(scenario: Scenario) -> str:
     elif scenario.engine is not None:
         parts.append(_engine_provenance(scenario.engine))
     coverage = measured_coverage(scenario)
-    held = "were not checked on whole prefills" if coverage is None else f"contain {coverage:.0%} of held-out TTFTs"
-    parts += [f"The 80 % intervals {held}.", profile.not_covered]
+    check = "were not checked on whole prefills" if coverage is None else f"contain {coverage:.0%} of held-out TTFTs"
+    parts += [f"The 80 % intervals {check}.", profile.not_covered]
     return " ".join(parts)
 
 

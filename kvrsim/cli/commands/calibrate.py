@@ -501,8 +501,8 @@ def fit_screen(fit: PrefillFit, output: str) -> list[Part]:
     for case, seconds in zip(fit.cases, times_s, strict=True):
         rows.add_row(case, *map(format_seconds, seconds), f"{seconds[3] / seconds[0] - 1:+.1%}")
     names = ", ".join(term.prior.name for term in fit.terms if not term.identified)
-    held = fit.engine.fit
-    inside = None if held is None else f"{held.coverage:.0%} of the rows left out (80 % are meant to be)"
+    engine_fit = fit.engine.fit
+    inside = None if engine_fit is None else f"{engine_fit.coverage:.0%} of the rows left out (80 % are meant to be)"
     notes = facts(
         ("not identified:", names and f"{names}; the rows say little, or only of a sum, and the prior decides"),
         ("inside the interval:", inside),

@@ -258,7 +258,7 @@ def show_model(model: ModelSpec) -> None:
     active, state = model.active_parameters, model.cache_bytes(0, 2)
     some = "" if active == model.num_parameters else f", of which a token passes through {describe_parameters(active)}"
     quantised = "" if model.quantization is None else f" ({model.quantization.describe()})"
-    kept = f", and {format_bytes(state)} whatever the tokens" if state else ""
+    state_text = f", and {format_bytes(state)} whatever the tokens" if state else ""
     rows = {
         "family": model.model_type,
         "parameters": f"{describe_parameters(model.num_parameters)} ({model.num_parameters:,}){some}",
@@ -267,7 +267,7 @@ def show_model(model: ModelSpec) -> None:
         "hidden size": f"{model.hidden_size}",
         "vocabulary": f"{model.vocab_size}{', head tied to the embedding' if model.tie_word_embeddings else ''}",
         "weights": f"{format_bytes(model.weight_bytes(2))}{quantised}",
-        "cache": f"{format_bytes(model.kv_bytes_per_token(2))} a token{kept}",
+        "cache": f"{format_bytes(model.kv_bytes_per_token(2))} a token{state_text}",
         "approximated": "\n".join(model.approximations) or "nothing",
     }
     table = facts(*rows.items())

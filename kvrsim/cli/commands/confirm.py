@@ -171,8 +171,8 @@ def _measured(result: Confirmation) -> str:
     """The plan's choice: its measured and predicted TTFT, and whether all targets are met."""
     choice, gpus = result.choice, f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
     measured = f"{format_seconds(choice.median_s)} measured (IQR {format_seconds(choice.timing.iqr_s)})"
-    said = likely(choice.prediction.ttft_low_s, choice.predicted_s, choice.prediction.ttft_high_s, None)
-    predicted = f"predicted {said}, {choice.rel_error:+.1%}"
+    interval = likely(choice.prediction.ttft_low_s, choice.predicted_s, choice.prediction.ttft_high_s, None)
+    predicted = f"predicted {interval}, {choice.rel_error:+.1%}"
     met = "all targets met" if result.ok else f"{len(result.reasons)} target{'s' * (len(result.reasons) != 1)} NOT met"
     return f"{choice.strategy} on {gpus}, TTFT {measured}; {predicted}; {met}"
 

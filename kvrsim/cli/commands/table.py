@@ -49,8 +49,8 @@ def build(
             table = make_table(scenario, counts, lengths, pool=pool, on_progress=progress, **options)
         table.write(output)
         if missing := len({*lengths}) * len({*counts}) - len(table.entries):
-            kept = f"{journal.path} keeps the searches, and the same command continues"
-            warn(f"note: --time-budget {workers.time_budget:g}s ended: {missing} entries are left out; {kept}")
+            advice = f"{journal.path} keeps the searches, and the same command continues"
+            warn(f"note: --time-budget {workers.time_budget:g}s ended: {missing} entries are left out; {advice}")
         else:
             journal.remove()
     warn_notes(notes)
