@@ -142,7 +142,7 @@ class Kind:
             if one.init and not isinstance(one.default, (list, dict))
         }
         names: dict[str, str] = getattr(self.cls, "attribute_map", {})
-        known = sorted(name for name in self.defaults if not _HARMLESS.search(name))
+        setting_names = sorted(name for name in self.defaults if not _HARMLESS.search(name))
         # Widths that are not fields: head_dim if the class reads it, intermediate_size if the class derives it.
         derived = {*vars(self.cls())}
         self.defaults |= dict.fromkeys(({"head_dim"} & {*_legacy(self.cls)}) - derived)
@@ -154,7 +154,7 @@ class Kind:
             "aliases": {key: name for key, name in names.items() if name in self.defaults}
             | {name: key for key, name in names.items() if name not in self.defaults and key in self.defaults},
             "legacy": _legacy(self.cls),
-            "known": [*known, *(one.name for one in fields(self.cls) if one.name not in self.defaults)],
+            "known": [*setting_names, *(one.name for one in fields(self.cls) if one.name not in self.defaults)],
             "defaults": {},
             "variants": [],
         }
@@ -232,9 +232,9 @@ class Kind:
 
     def _derived_defaults(self, config: Mapping[str, Any], numbers: Mapping[str, int]) -> None:
         """Store expressions for numbers that the class derives from others where a file omits them."""
-        given = {key: Symbol(value, key) for key, value in numbers.items() if isinstance(self.defaults[key], int)}
+        symbols = {key: Symbol(value, key) for key, value in numbers.items() if isinstance(self.defaults[key], int)}
         with patch.object(import_module(self.cls.__module__), "int", _Int, create=True):
-            values = vars(self.cls.from_dict({**{k: v for k, v in config.items() if k not in numbers}, **given}))
+            values = vars(self.cls.from_dict({**{k: v for k, v in config.items() if k not in numbers}, **symbols}))
         for key in numbers:
             if not isinstance(self.defaults[key], int) and isinstance(values.get(key), Symbol):
                 self.data["defaults"][key] = freeze(values[key])
@@ -259,7 +259,7 @@ class Kind:
 
     def _order(self, config: Mapping[str, Any], spec: ModelSpec, numbers: Mapping[str, int]) -> dict[str, Any]:
         count, kinds = len(spec.layers), spec.layer_kind_index
-        seen: dict[str, list[str]] = {}
+        values: dict[str, list[str]] = {}
         every: list[dict[str, Any]] = []  # lists with one entry per layer: those of the class, then those of the file
         for source in (vars(self.cls.from_dict(dict(config))), dict(config)):
             lists = {
@@ -267,7 +267,7 @@ class Kind:
                 for key, value in self.own_names(source).items()
                 if _has_length(value, count) and all(isinstance(one, (str, int)) for one in value)
             }
-            seen |= {key: sorted({*seen.get(key, ()), *map(str, value)}) for key, value in lists.items()}
+            values |= {key: sorted({*values.get(key, ()), *map(str, value)}) for key, value in lists.items()}
             every.append(lists)
         by: list[str] = []
         table: dict[str, int] = {}
@@ -286,7 +286,7 @@ class Kind:
             first = [first[0], leading[0]]
         if any(every[1]) and len(set(kinds)) > 1:
             first, cycle = list(kinds), []
-        return {"seen": seen, "by": by, "kinds": table if by else {}, "first": first, "cycle": cycle}
+        return {"seen": values, "by": by, "kinds": table if by else {}, "first": first, "cycle": cycle}
 
     def _prove(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str]) -> str:
         """Compare the variant with the class for other numbers; fix the numbers for which they disagree."""
@@ -327,9 +327,9 @@ class Kind:
 
     def _follows(self, config: Mapping[str, Any], variant: dict[str, Any], keys: list[str]) -> set[str] | None:
         """The keys whose numbers changed while template and class agreed; None: they disagreed for some numbers."""
-        draw, used = random.Random(0), _used(variant)
+        draw, own = random.Random(0), _used(variant)
         # Keys that are in no expression may still determine the kinds of layers, such as the first layer with experts.
-        structure = {key for key in keys if _STRUCTURE.search(key) or key not in (*used, *_LAYERS)}
+        structure = {key for key in keys if _STRUCTURE.search(key) or key not in (*own, *_LAYERS)}
         usual, changed, passed = self.numbers(config), set[str](), 0
         fixed = {key: usual[key] for key in usual if key not in keys and key in self.defaults}
         self.data["defaults"] |= {key: self.defaults[key] for key in fixed if key not in self.data["defaults"]}

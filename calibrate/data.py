@@ -360,14 +360,14 @@ class Columns:
 
     def take(self, some: Some) -> Self:
         """Some of the rows, by index or mask."""
-        taken: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         for one in fields(self):
             value = getattr(self, one.name)
             if isinstance(value, np.ndarray):
-                taken[one.name] = value[some]
+                columns[one.name] = value[some]
             elif isinstance(value, dict):
-                taken[one.name] = {name: array[some] for name, array in value.items()}
-        return replace(self, **taken)
+                columns[one.name] = {name: array[some] for name, array in value.items()}
+        return replace(self, **columns)
 
 
 def read_measurements(path: str | Path, argument: str = "measurements") -> list[Measurement]:
@@ -534,22 +534,22 @@ _OTHER_FORMS = {"pcie", "nvl", "mig"}
 _MEMORY_TOLERANCE = 0.1  # relative tolerance: drivers reserve some memory and count in other units
 
 
-def gpu_of(rows: Sequence[Measurement], named: str | None, origins: Sequence[Mapping[str, Any]] = ()) -> GpuSpec:
+def gpu_of(rows: Sequence[Measurement], name: str | None, origins: Sequence[Mapping[str, Any]] = ()) -> GpuSpec:
     """Return the GPU `named`, or else that of the files, or else the built-in GPU that the rows' device names.
 
     For example, "NVIDIA A100-SXM4-80GB" is a100-80gb. Raises InputError if no GPU or several GPUs match.
     """
-    if named is not None:
-        return load_gpu(named)
+    if name is not None:
+        return load_gpu(name)
     measured = Provenance.of(origins).gpu
     if measured is not None:
         return measured
     devices = sorted({row.device for row in rows if row.operation in ("gemm", "attention")})
     gpus = {gpu.name: gpu for gpu in map(gpu_named, devices) if gpu is not None}
     if len(gpus) != 1:
-        shown = ", ".join(devices) or "no gemm or attention rows"
-        known = ", ".join(builtin_gpus())
-        raise InputError("gpu", f"nothing for {shown}", f"one of {known}, or a JSON file that describes the GPU")
+        text = ", ".join(devices) or "no gemm or attention rows"
+        names = ", ".join(builtin_gpus())
+        raise InputError("gpu", f"nothing for {text}", f"one of {names}, or a JSON file that describes the GPU")
     return next(iter(gpus.values()))
 
 
@@ -559,8 +559,8 @@ def gpu_named(device: str, *, num_sms: int | None = None, memory_bytes: int | No
     `num_sms`, `memory_bytes`: properties that the device reports, if known. A PCIe card, such as the
     H100 PCIe with 114 SMs, or a slice of a GPU is not a built-in GPU.
     """
-    known = [load_gpu(gpu) for gpu in builtin_gpus() if _is_named(gpu, device)]
-    gpus = [gpu for gpu in known if _agrees(gpu, num_sms, memory_bytes)]
+    candidates = [load_gpu(gpu) for gpu in builtin_gpus() if _is_named(gpu, device)]
+    gpus = [gpu for gpu in candidates if _agrees(gpu, num_sms, memory_bytes)]
     return gpus[0] if len(gpus) == 1 else None
 
 
@@ -580,13 +580,13 @@ def name_parts(name: str) -> set[str]:
     return set(re.findall(r"[a-z0-9]+", name.lower()))
 
 
-def link_of(gpu: GpuSpec, named: str | None, origins: Sequence[Mapping[str, Any]] = ()) -> LinkSpec:
+def link_of(gpu: GpuSpec, name: str | None, origins: Sequence[Mapping[str, Any]] = ()) -> LinkSpec:
     """The link `named`, or else that of the files, or else that of a built-in cluster of the GPU.
 
     Raises InputError if there is no link.
     """
-    if named is not None:
-        return load_link(named)
+    if name is not None:
+        return load_link(name)
     measured = Provenance.of(origins, "links").link
     if measured is not None:
         return measured
@@ -599,5 +599,5 @@ def link_of(gpu: GpuSpec, named: str | None, origins: Sequence[Mapping[str, Any]
 
 def cluster_of(gpu: str) -> Cluster | None:
     """A built-in cluster of the GPU, if possible one with a switch, else one without a bus."""
-    known = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == gpu]
-    return min(known, key=lambda cluster: (cluster.topology != "switch", cluster.topology == "bus"), default=None)
+    clusters = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == gpu]
+    return min(clusters, key=lambda cluster: (cluster.topology != "switch", cluster.topology == "bus"), default=None)

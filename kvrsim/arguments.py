@@ -77,8 +77,8 @@ def number(**limits: float) -> Check:
     """Check for numbers without a unit within the limits of `parse_number`."""
 
     def check(value: object, parameter: str) -> float:
-        given = value if isinstance(value, str) else quantity(parse_number)(value, parameter)
-        return parse_number(given, parameter, **limits)
+        text = value if isinstance(value, str) else quantity(parse_number)(value, parameter)
+        return parse_number(text, parameter, **limits)
 
     return check
 
@@ -274,9 +274,9 @@ def options_of(group: type[Arguments]) -> Mapping[str, Option]:
         heads = re.split(r"^(\w+)\n-+\n", inspect.cleandoc(one.__doc__ or ""), flags=re.MULTILINE)
         for section, entries in zip(heads[1::2], heads[2::2], strict=True):
             for name, metavar, help in _ENTRY.findall(entries):
-                known = "" if metavar == "bool" else metavar
+                placeholder = "" if metavar == "bool" else metavar
                 words = " ".join(help.split())
-                options[name] = replace(options[name], section=section, metavar=known, help=words)
+                options[name] = replace(options[name], section=section, metavar=placeholder, help=words)
     group.declared = options
     return options
 
@@ -290,21 +290,21 @@ class Arguments:
 
     declared: ClassVar[dict[str, Option]]  # see options_of
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **values: Any) -> None:
         for name, one in options_of(type(self)).items():
-            value = given.pop(name, one.default)
+            value = values.pop(name, one.default)
             if value is REQUIRED:
                 raise InputError(name, "nothing", one.help)
             setattr(self, name, one.read(value, name))
-        assert not given, given
+        assert not values, values
 
     @classmethod
-    def take(cls, given: dict[str, Any], fixed: Mapping[str, Any] = MappingProxyType({})) -> Self:
+    def take(cls, arguments: dict[str, Any], fixed: Mapping[str, Any] = MappingProxyType({})) -> Self:
         """Make a group from its arguments in `given`, which are removed there, and from those in `fixed`.
 
         Raises InputError naming an argument without a default that is missing.
         """
-        values = {name: given.pop(name) for name in options_of(cls) if name in given and name not in fixed}
+        values = {name: arguments.pop(name) for name in options_of(cls) if name in arguments and name not in fixed}
         return cls(**values, **{name: value for name, value in fixed.items() if name in options_of(cls)})
 
 
@@ -325,23 +325,24 @@ def takes(
         defaults = {one.name: one.default for one in own}
         options = {name: one for group in groups for name, one in options_of(group).items() if name not in fixed}
         keyword = inspect.Parameter.KEYWORD_ONLY
-        listed = (
+        arguments = (
             inspect.Parameter(name, keyword, default=one.default, annotation=Any) for name, one in options.items()
         )
         returns = made.__annotations__["return"]
-        signature = inspect.Signature([*listed, *(one.replace(kind=keyword) for one in own)], return_annotation=returns)
+        parameters = [*arguments, *(one.replace(kind=keyword) for one in own)]
+        signature = inspect.Signature(parameters, return_annotation=returns)
 
         @functools.wraps(made)
-        def called(*places: Any, **given: Any) -> _Result:
+        def called(*places: Any, **keywords: Any) -> _Result:
             try:
-                signature.bind(*places, **given)
+                signature.bind(*places, **keywords)
             except TypeError as error:
-                raise TypeError(f"{made.__name__}(): {error}{_suggestion(given, signature.parameters)}") from None
-            values = [group.take(given, fixed) for group in groups]
+                raise TypeError(f"{made.__name__}(): {error}{_suggestion(keywords, signature.parameters)}") from None
+            values = [group.take(keywords, fixed) for group in groups]
             for name, check in checks.items():
-                if name in given and not (given[name] is None and defaults[name] is None):
-                    given[name] = check(given[name], name)
-            return made(*values, **given)
+                if name in keywords and not (keywords[name] is None and defaults[name] is None):
+                    keywords[name] = check(keywords[name], name)
+            return made(*values, **keywords)
 
         called.__signature__ = signature  # type: ignore[attr-defined]
         called.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
@@ -353,19 +354,19 @@ def takes(
     return decorate
 
 
-def _suggestion(given: Iterable[str], known: Iterable[str]) -> str:
+def _suggestion(words: Iterable[str], names: Iterable[str]) -> str:
     """Suggest the known parameter nearest to an unknown one; empty if all are known or none is near."""
     import difflib
 
-    known = list(known)
-    near = [name for one in given if one not in known for name in difflib.get_close_matches(one, known, n=1)]
+    names = list(names)
+    near = [name for one in words if one not in names for name in difflib.get_close_matches(one, names, n=1)]
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _described(name: str, known: Option) -> str:
+def _described(name: str, declaration: Option) -> str:
     """Describe an argument as numpydoc does; the help's options become parameters."""
-    words = re.sub(r"--([a-z-]+)", lambda match: f"`{match[1].replace('-', '_')}`", known.help)
-    return f"    {name} : {known.metavar or 'bool'}\n        {words}\n"
+    words = re.sub(r"--([a-z-]+)", lambda match: f"`{match[1].replace('-', '_')}`", declaration.help)
+    return f"    {name} : {declaration.metavar or 'bool'}\n        {words}\n"
 
 
 # Groups of arguments
@@ -638,8 +639,8 @@ class NoiseArgs(Arguments):
     samples: Any = entry(count(2**20))
     seed: Any = SEED
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
         if self.samples is not None and self.noise is None:
             raise InputError("samples", self.samples, "with --noise SPEC")
 
@@ -658,8 +659,8 @@ class UsersArgs(Arguments):
     users: Any = entry(count(4096))
     output_tokens: Any = entry(tokens)
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
         if self.output_tokens is not None and self.users is None:
             raise InputError("output_tokens", self.output_tokens, "with --users C")
 

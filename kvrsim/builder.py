@@ -41,18 +41,18 @@ DEFAULT_PROFILES = (  # one profile per GPU
 def build_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
     """Build the scenario that the arguments describe, and its notes. Raises InputError naming the parameter."""
     spec = args.model if isinstance(args.model, ModelSpec) else load_model(args.model)
-    given = args.cluster if isinstance(args.cluster, Cluster) or args.cluster is None else load_cluster(args.cluster)
+    own = args.cluster if isinstance(args.cluster, Cluster) or args.cluster is None else load_cluster(args.cluster)
     profile = None if args.profile in (None, ROOFLINE) else args.profile
     profile = load_profile(profile) if isinstance(profile, str) else profile
-    cluster = given or (profile and profile.cluster) or load_cluster(DEFAULT_CLUSTER)
+    cluster = own or (profile and profile.cluster) or load_cluster(DEFAULT_CLUSTER)
     default_notes = _name_notes(args)
     if args.profile is None:
         profile, profile_notes = _default_profile(spec, cluster.gpu)
         default_notes += profile_notes
-    if given is None and not any(one.code == "paper" for one in default_notes) and cluster.name == DEFAULT_CLUSTER:
+    if own is None and not any(one.code == "paper" for one in default_notes) and cluster.name == DEFAULT_CLUSTER:
         default_notes += (note("default cluster", cluster=cluster.name),)
     cluster = cluster if args.topology is None else replace(cluster, topology=args.topology)
-    size_notes = () if args.gpus is None else _size_notes(cluster, args.gpus, named=given is not None)
+    size_notes = () if args.gpus is None else _size_notes(cluster, args.gpus, named=own is not None)
     cluster = cluster if args.gpus is None else replace(cluster, num_gpus=args.gpus)
     cluster, link_notes = _linked(cluster, profile, args.link_bandwidth, args.link_latency)
     placement = args.prefix_placement
@@ -144,8 +144,8 @@ def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
 
 def _name_notes(args: ScenarioArgs) -> tuple[Note, ...]:
     """Notes on names: the known shape that a model has, and the network assumed for a size such as 2x8xh100."""
-    known = known_shape(args.model) if isinstance(args.model, str) else None
-    notes = [note("shape", model=known[0], shape=known[1])] if known is not None and known[0] != known[1] else []
+    shape = known_shape(args.model) if isinstance(args.model, str) else None
+    notes = [note("shape", model=shape[0], shape=shape[1])] if shape is not None and shape[0] != shape[1] else []
     if isinstance(args.cluster, str) and args.cluster not in builtin_clusters() and not Path(args.cluster).exists():
         cluster = load_cluster(args.cluster)
         if cluster.network is not None:
@@ -181,10 +181,10 @@ def _default_profile(model: ModelSpec, gpu: GpuSpec) -> tuple[CalibrationProfile
 
 def _engine_of(engine: str | Engine | None, profile: CalibrationProfile | None) -> Engine | None:
     """Return the given engine, by default that of the profile; None: no engine."""
-    chosen = profile.engine if engine is None and profile is not None else engine
-    if isinstance(chosen, str):
-        return None if chosen == NO_ENGINE else load_engine(chosen)
-    return chosen
+    result = profile.engine if engine is None and profile is not None else engine
+    if isinstance(result, str):
+        return None if result == NO_ENGINE else load_engine(result)
+    return result
 
 
 def _dtype_of(model: ModelSpec, cluster: Cluster, profile: CalibrationProfile | None) -> str:
@@ -282,8 +282,8 @@ def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
         notes.append(note("batch"))
     engine = scenario.engine
     if engine is not None and not engine.knows(profile.gpu):
-        known, scale = ", ".join(engine.kernel_scale), engine.scale_on(profile.gpu)
-        notes.append(note("engine", engine=engine.name, known=known, gpu=profile.gpu, scale=scale))
+        gpus, scale = ", ".join(engine.kernel_scale), engine.scale_on(profile.gpu)
+        notes.append(note("engine", engine=engine.name, known=gpus, gpu=profile.gpu, scale=scale))
     tokens = scenario.request.batch * scenario.request.new_tokens
     for unknown in () if engine is None else engine.unknowns(model.model_type, profile.gpu, tokens):
         assert engine is not None

@@ -86,9 +86,9 @@ class Engine:
 
     def scale_on(self, gpu: str) -> float:
         """Scale of the kernels on a GPU; if it was not measured, that of OTHER_GPU or the mean of measured GPUs."""
-        known = self.kernel_scale
-        mean = math.prod(known.values()) ** (1 / max(1, len(known)))
-        return known.get(gpu, known.get(OTHER_GPU, mean))
+        scales = self.kernel_scale
+        mean = math.prod(scales.values()) ** (1 / max(1, len(scales)))
+        return scales.get(gpu, scales.get(OTHER_GPU, mean))
 
     def scale_log_sd(self, gpu: str) -> float:
         """Standard deviation of the logarithm of `scale_on(gpu)`; 0: known exactly."""
@@ -135,8 +135,8 @@ class Engine:
         None: the engine was never compared with whole prefills.
         """
         if self.fit is not None and self.fit.widths:
-            known = [width for name, width in self.fit.widths.items() if name in ("setting", *unknowns)]
-            return max(below for below, _ in known), max(above for _, above in known)
+            widths = [width for name, width in self.fit.widths.items() if name in ("setting", *unknowns)]
+            return max(below for below, _ in widths), max(above for _, above in widths)
         log_sd = self.spread.get("model") if self.fit is None else self.fit.log_sd
         return None if log_sd is None else (DEVIATES_OF_80_PERCENT * log_sd,) * 2
 

@@ -67,14 +67,14 @@ class Degrees:
 
     def on(self, num_gpus: int) -> Degrees:
         """Return the degrees without None. Raises InputError if the product of the sizes is not the number of GPUs."""
-        named = {name: getattr(self, name) for name in _FIELDS.values()}
-        product = math.prod(size or 1 for size in named.values())
-        free = [name for name, size in named.items() if size is None]
+        degrees = {name: getattr(self, name) for name in _FIELDS.values()}
+        product = math.prod(size or 1 for size in degrees.values())
+        free = [name for name, size in degrees.items() if size is None]
         if free and num_gpus % product == 0:
             return replace(self, **{free[0]: num_gpus // product})
         if not free and product == num_gpus:
             return self
-        sizes = [f"{name} {size}" for name, size in named.items() if size not in (None, 1)] or ["1"]
+        sizes = [f"{name} {size}" for name, size in degrees.items() if size not in (None, 1)] or ["1"]
         accepted = f"groups that {num_gpus} GPUs divide into" if free else f"sizes whose product is {num_gpus} GPUs"
         raise InputError("strategies", self.name, f"{accepted}, not {' x '.join(sizes)}")
 
@@ -111,18 +111,18 @@ def parse_degrees(name: str, parameter: str = "strategy") -> tuple[Degrees, str 
         scheme = "interleave" if words["cp"] else "zigzag"
         if words.get("pp"):
             raise InputError(parameter, name, "even pieces where ranks split the context: ppM+cpK, without -s")
-    given = {_FIELDS[part]: size for part, size in sizes.items() if part in _FIELDS}
-    if "pp" in sizes and given.get("context", 1) is None:
+    fields = {_FIELDS[part]: size for part, size in sizes.items() if part in _FIELDS}
+    if "pp" in sizes and fields.get("context", 1) is None:
         raise InputError(parameter, name, "cpN with its number in a pipeline")
     if scheme is not None:
-        given.setdefault("context", None)
-    if sum(size is None for size in given.values()) > 1:
+        fields.setdefault("context", None)
+    if sum(size is None for size in fields.values()) > 1:
         raise InputError(parameter, name, "a number at all parts but one, as only one takes what the others leave")
     experts: Literal["default", "ep", "edp"] = "ep" if "ep" in sizes else "edp" if "edp" in sizes else "default"
     pieces: Pieces = "none"
     if "pp" in sizes and not (sizes["pp"] == 1 and scheme):
         pieces = "searched" if words["pp"] else "even"
-    degrees = Degrees(**given, scheme=scheme, pieces=pieces, experts=experts, num_experts_groups=sizes.get(experts))
+    degrees = Degrees(**fields, scheme=scheme, pieces=pieces, experts=experts, num_experts_groups=sizes.get(experts))
     if degrees.data != 1 and not degrees.is_deployable:
         raise InputError(parameter, name, "dpN with tp, pp or cp, which serving engines have")
     return degrees, None if scheme in ENGINE_SCHEMES and "cp" in sizes else scheme

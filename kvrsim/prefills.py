@@ -82,8 +82,8 @@ def cases_of(args: PrefillArgs, prefills: Sequence[Any], on_progress: OnProgress
 
     if args.strategy is not None:
         get_strategy(args.strategy)
-    given = {name: getattr(args, name) for name in ("model", "strategy", "batch", "cached_prefix", "dtype")}
-    defaults = given | {"num_gpus": args.gpus or 1, "context_len": args.ctx}
+    common = {name: getattr(args, name) for name in ("model", "strategy", "batch", "cached_prefix", "dtype")}
+    defaults = common | {"num_gpus": args.gpus or 1, "context_len": args.ctx}
     profile = profile_of(args)
     rows = read_prefills(prefills, defaults)
     setting = {name: value for name, value in vars(args).items() if name not in _OF_ROWS}

@@ -372,12 +372,12 @@ def bytes_in_flight(layer: Sequence[Sequence[Op]]) -> list[float]:
 
 def computes_s(program: Program) -> list[float]:
     """Device time of each rank's own operations."""
-    known: dict[int, float] = {}  # seconds by block, because ranks may share blocks
+    by_block: dict[int, float] = {}  # seconds by block, because ranks may share blocks
 
     def block_s(ops: tuple[Op, ...]) -> float:
-        if id(ops) not in known:
-            known[id(ops)] = float(sum(work_s(op).item() for op in ops))
-        return known[id(ops)]
+        if id(ops) not in by_block:
+            by_block[id(ops)] = float(sum(work_s(op).item() for op in ops))
+        return by_block[id(ops)]
 
     layers = list(zip(program.layer_counts.tolist(), program.layers, strict=True))
     return [

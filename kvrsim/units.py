@@ -138,8 +138,8 @@ def format_tokens(tokens: int) -> str:
 
 def _format(value: float, units: Iterable[tuple[float, str]]) -> str:
     """Three significant digits in the first (largest) unit that leaves at least 1 before the point."""
-    listed = list(units)
-    scale, unit = next((pair for pair in listed if abs(value) >= 0.9995 * pair[0]), listed[-1])
+    names = list(units)
+    scale, unit = next((pair for pair in names if abs(value) >= 0.9995 * pair[0]), names[-1])
     scaled = value / scale
     size = abs(scaled)
     digits = 0 if size >= 99.95 or not math.isfinite(size) else 1 if size >= 9.995 else 2

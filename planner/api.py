@@ -51,7 +51,7 @@ _WITHOUT_PREFIX = {"cached_prefix": 0, "prefix_placement": "all"}
 @takes(ScenarioArgs, PlanArgs, NoiseArgs, UsersArgs, timeline=flag, on_progress=function)
 def plan(
     args: ScenarioArgs,
-    compared: PlanArgs,
+    options: PlanArgs,
     noise: NoiseArgs,
     users: UsersArgs,
     *,
@@ -89,7 +89,7 @@ def plan(
     from planner.candidates import Search
 
     search = Search(on_progress=on_progress)
-    return plan_of(args, compared, noise, users, timelines="all" if timeline else None, search=search)[1]
+    return plan_of(args, options, noise, users, timelines="all" if timeline else None, search=search)[1]
 
 
 def plan_of(
@@ -280,7 +280,7 @@ def build_predictor(
 
 @takes(ScenariosArgs, MapArgs, on_progress=function)
 def map_strategies(
-    args: ScenariosArgs, compared: MapArgs, *, on_progress: OnProgress | None = None
+    args: ScenariosArgs, options: MapArgs, *, on_progress: OnProgress | None = None
 ) -> kvrsim.StrategyMap:
     """Find the fastest strategy for each number of GPUs, and the context from which each beats one GPU.
 
@@ -307,11 +307,11 @@ def map_strategies(
     >>> len(strategies.points)
     6
     """
-    return map_of(args, compared, on_progress=on_progress)
+    return map_of(args, options, on_progress=on_progress)
 
 
 def map_of(
-    args: ScenariosArgs, compared: MapArgs, *, pool: Pool | None = None, on_progress: OnProgress | None = None
+    args: ScenariosArgs, options: MapArgs, *, pool: Pool | None = None, on_progress: OnProgress | None = None
 ) -> kvrsim.StrategyMap:
     """The result of `map_strategies`; pool: processes that simulate."""
     from planner.map.map import make_map
@@ -321,8 +321,8 @@ def map_of(
         base,
         lengths=lengths,
         gpu_counts=counts,
-        bandwidths=compared.link_bandwidths,
-        strategies=compared.strategies,
+        bandwidths=options.link_bandwidths,
+        strategies=options.strategies,
         warnings=warnings,
         pool=pool,
         on_progress=on_progress,
@@ -443,9 +443,9 @@ def confirm(
     return run(scenario, Hardware(**about), strategies=strategies, top=top, virtual=virtual, warnings=warnings)
 
 
-def table_of(given: str | PathLike[str] | kvrsim.PartitionTable | None) -> kvrsim.PartitionTable | None:
+def table_of(source: str | PathLike[str] | kvrsim.PartitionTable | None) -> kvrsim.PartitionTable | None:
     """A partition table; if a file is named, the table is read from it."""
-    table = None if given is None else TABLE.read(given, "table")
+    table = None if source is None else TABLE.read(source, "table")
     if not isinstance(table, str):
         return table
     from planner.table.table import load_table  # imported only if a file is named
@@ -453,10 +453,10 @@ def table_of(given: str | PathLike[str] | kvrsim.PartitionTable | None) -> kvrsi
     return load_table(table)
 
 
-def disturbance_of(given: NoiseArgs) -> Disturbance | None:
+def disturbance_of(args: NoiseArgs) -> Disturbance | None:
     """The noise that the arguments describe, and its number of samples; None without noise."""
-    if given.noise is None:
+    if args.noise is None:
         return None
     from planner.uncertainty.noise import DEFAULT_SAMPLES, Disturbance  # imported only if noise is given
 
-    return Disturbance.of(given.noise, given.samples or DEFAULT_SAMPLES, given.seed)
+    return Disturbance.of(args.noise, args.samples or DEFAULT_SAMPLES, args.seed)

@@ -250,7 +250,7 @@ class Search:
 
         Raises InputError for a strategy without its table, and for a partition that does not fit.
         """
-        given = None if self.partition is None else _checked(self.partition, per_rank, strategy)
+        partition = None if self.partition is None else _checked(self.partition, per_rank, strategy)
         if strategy.partition_rule == "searched-pieces":
             from planner.search.pipeline import search_pipeline, with_step_time
 
@@ -258,13 +258,13 @@ class Search:
             return search_pipeline(
                 mean,
                 strategy,
-                pieces=given,
+                pieces=partition,
                 stride=self.options.stride,
                 on_progress=self.on_progress,
                 allowance=self.allowance,
             )
-        if given is not None:
-            return given
+        if partition is not None:
+            return partition
         match strategy.partition_rule:
             case "pieces":
                 from planner.search.pipeline import search_even_pieces
@@ -310,11 +310,11 @@ def _checked(partition: Sequence[int], per_rank: Scenario, strategy: Strategy) -
     tokens, ranks = per_rank.request.new_tokens, per_rank.cluster.num_gpus
     if strategy.pipeline is None:
         return Partition.of(partition, num_tokens=tokens, num_ranks=ranks)
-    given = Partition.of(partition, num_tokens=tokens, num_ranks=len(partition))
+    result = Partition.of(partition, num_tokens=tokens, num_ranks=len(partition))
     if min(partition) < (context := context_ranks(strategy)):
         text = ",".join(map(str, partition))
         raise InputError("partition", text, f"pieces of at least {context} tokens, one per context rank")
-    return given
+    return result
 
 
 # -- strategies to compare
@@ -346,12 +346,12 @@ def strategies_to_compare(
         raise InputError("strategies", "", "at least one of " + ", ".join(STRATEGIES))
     only = engine if engine is not None and engine.only else None
     if names is not None and "all" not in names:
-        asked = tuple(one for one in distinct(names) if only is None or only.has(one, scenario))
-        if only is not None and not asked:
+        requested = tuple(one for one in distinct(names) if only is None or only.has(one, scenario))
+        if only is not None and not requested:
             has = ", ".join(one.name for one in all_for(scenario)[0] if only.has(one, scenario))
             title = deploy_engine(only.name).title
             raise InputError("strategies", ",".join(map(label_of, names)), f"what {title} has here: {has}")
-        return ComparedStrategies(strategies=asked)
+        return ComparedStrategies(strategies=requested)
     alone = scenario.cluster.num_gpus == 1
     allowed, notes = _allowed(scenario, ("single", CHUNKED)) if alone else all_for(scenario)
     if noisy:
@@ -369,9 +369,9 @@ def strategies_to_compare(
         notes = (*notes, note("cannot fit", names=few, nearest=nearest, least=needs, limit=limit))
     left_out = misfits if len(misfits) < len(least) else misfits[1:]  # if none fits, compare the smallest
     compared = [one for one in allowed if one.name in least and one.name not in left_out]
-    named = [one for one in names or () if one != "all"]
+    own = [one for one in names or () if one != "all"]
     return ComparedStrategies(
-        strategies=distinct((*compared, *named)),
+        strategies=distinct((*compared, *own)),
         limited=names is None,
         notes=notes,
         not_compared=(*left_out, *rings),

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result", Plan, SimResult)
 
 
-def with_users(result: _Result, scenario: Scenario, asked: UsersArgs) -> _Result:
+def with_users(result: _Result, scenario: Scenario, args: UsersArgs) -> _Result:
     """The result with the mean TTFT of closed-loop users.
 
     Raises InputError where a prefill has several sequences: users send one prompt each.
     """
-    assert asked.users is not None
+    assert args.users is not None
     if scenario.request.batch > 1:
-        raise InputError("users", asked.users, "with --batch 1: each user sends one prompt")
-    loop = closed_loop(scenario, asked.users, asked.output_tokens or OUTPUT_TOKENS)
+        raise InputError("users", args.users, "with --batch 1: each user sends one prompt")
+    loop = closed_loop(scenario, args.users, args.output_tokens or OUTPUT_TOKENS)
     options = (*result.question.options, ("users", loop.users), ("output_tokens", round(loop.output_tokens)))
     question = replace(result.question, options=options)
     if isinstance(result, SimResult):

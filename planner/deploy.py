@@ -217,9 +217,9 @@ def launch_of(
     layers: layers of each stage of a pipeline; None: even. model: the model's name for the engine.
     Raises InputError if the engine lacks the strategy; the error names the strategies that it has.
     """
-    engine, chosen = deploy_engine(engine_name), strategy if isinstance(strategy, Strategy) else get_strategy(strategy)
-    layout = layout_for(engine, scenario, chosen)
-    _check_fits(scenario, engine, chosen, partition)
+    engine, own = deploy_engine(engine_name), strategy if isinstance(strategy, Strategy) else get_strategy(strategy)
+    layout = layout_for(engine, scenario, own)
+    _check_fits(scenario, engine, own, partition)
     pieces = tuple(partition) if layout.pieces != "none" else (scenario.request.new_tokens,)
     max_len = longest_sequence(scenario.model, scenario.request.context_len)
     stages = None if layers is None else tuple(layers)
@@ -232,7 +232,7 @@ def launch_of(
     notes, placement = [*server.notes(), length], scenario.prefix_placement
     if scenario.request.cached_prefix and placement.place != "all":
         notes.append(f"no flag here places the cached prefix ({placement.describe()}): set it up in the engine")
-    return Launch.of(server, chosen.name, notes, server.files)
+    return Launch.of(server, own.name, notes, server.files)
 
 
 def _check_fits(scenario: Scenario, engine: DeployEngine, strategy: Strategy, partition: Sequence[int]) -> None:

@@ -82,8 +82,8 @@ class GridFile:
             raise data.error("format", f"{cls.file_format}, as {cls.command} writes it")
         if data.fields.get("schema_version") != SCHEMA_VERSION:
             raise data.error("schema_version", str(SCHEMA_VERSION))
-        given = cls.plain_fields(data)
-        return read(cls, data.without("format", "schema_version", *given), **given)
+        fields = cls.plain_fields(data)
+        return read(cls, data.without("format", "schema_version", *fields), **fields)
 
     @classmethod
     def plain_fields(cls, data: JsonObject) -> dict[str, Any]:

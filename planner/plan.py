@@ -260,13 +260,13 @@ class Ranking:
             unsearched=self.unsearched,
         )
 
-    def timelines(self, wanted: Literal["best", "all"] | None) -> tuple[dict[str, Timeline], list[str]]:
+    def timelines(self, which: Literal["best", "all"] | None) -> tuple[dict[str, Timeline], list[str]]:
         """Timelines by strategy, the best strategy first, and a note on strategies with too many spans."""
-        if wanted is None:
+        if which is None:
             return {}, []
         spans: dict[str, Timeline] = {}
         missing, room = [], MOST_SPANS
-        for one in sorted(self.ranked, key=lambda one: one is not self.best) if wanted == "all" else (self.best,):
+        for one in sorted(self.ranked, key=lambda one: one is not self.best) if which == "all" else (self.best,):
             count = span_count(one.program)
             if spans and count > room:
                 missing.append(one.strategy.name)

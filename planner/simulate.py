@@ -43,21 +43,21 @@ def run_simulation(
 
     Raises InputError for an unknown strategy or executor, or a partition that does not fit.
     """
-    search, chosen = search or Search(), get_strategy(strategy)
+    search, own = search or Search(), get_strategy(strategy)
     if disturbance is not None:
-        disturbance.check(chosen)
+        disturbance.check(own)
         scenario = disturbance.fixed(scenario)
-    candidate = search.candidate(scenario, chosen)
-    chosen, partition, per_rank = candidate.strategy, candidate.partition, candidate.per_rank
+    candidate = search.candidate(scenario, own)
+    own, partition, per_rank = candidate.strategy, candidate.partition, candidate.per_rank
     draw = None if disturbance is None else disturbance.draw(per_rank)
     records = bool(record) or draw is not None
     kind = check_executor(executor, records=records)
     finish_s, spans, noisy, table = candidate.finish_s, None, None, None
     if disturbance is not None:
         disturbance.check_length(candidate.ttft_s, per_rank.cluster.num_gpus)
-        noisy = disturbance.distribution(per_rank, chosen, partition, candidate.ttft_s)
+        noisy = disturbance.distribution(per_rank, own, partition, candidate.ttft_s)
     if kind == "event":
-        run = run_partition(per_rank, chosen, partition, executor=kind, timeline=records, draw=draw)
+        run = run_partition(per_rank, own, partition, executor=kind, timeline=records, draw=draw)
         finish_s, spans = run.finish_s, run.timeline
     compute_s = candidate.compute_s
     if draw is not None and spans is not None:
@@ -66,14 +66,14 @@ def run_simulation(
     if spans is not None and record:
         from planner.uncertainty.basis import bases_of, breakdown
 
-        table = breakdown(per_rank, chosen, partition, finish_s, spans) if "breakdown" in record else None
-        spans = replace(spans, bases=bases_of(per_rank, chosen, partition, spans)) if "timeline" in record else None
+        table = breakdown(per_rank, own, partition, finish_s, spans) if "breakdown" in record else None
+        spans = replace(spans, bases=bases_of(per_rank, own, partition, spans)) if "timeline" in record else None
     table_notes: tuple[str, ...] = ()
-    if search.partition is None and chosen.partition_rule == "table" and search.options.table is not None:
-        table_notes = search.options.table.notes_for(per_rank, chosen)
+    if search.partition is None and own.partition_rule == "table" and search.options.table is not None:
+        table_notes = search.options.table.notes_for(per_rank, own)
     return SimResult(
         question=Question.of(scenario, seed=seed, **_options(strategy, search, disturbance)),
-        strategy=chosen.name,
+        strategy=own.name,
         partition=partition.chunk_lens,
         executor=kind,
         ttft_s=finish_s[-1],
@@ -82,7 +82,7 @@ def run_simulation(
         memory=candidate.memory,
         fits=candidate.fits,
         per_rank=tuple(_reports(candidate, compute_s, finish_s)),
-        layers=layers_of(per_rank, chosen),
+        layers=layers_of(per_rank, own),
         prefix_access=candidate.prefix_access,
         query_blocks=candidate.query_blocks,
         interval_coverage=measured_coverage(scenario),

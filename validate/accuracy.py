@@ -54,9 +54,9 @@ def main(*options: str) -> None:
     write_page(PAGE, page([paper.part(result), serving.part(prefills)]))
     if "--gate" in options:
         write_json(GATE, figures(result, prefills), argument="gate")
-    used = result["calibration"]
-    shares = f"mean absolute error {used['mape']:.1%}, median {used['median_ape']:.1%}"
-    print(f"docs/results/accuracy.md: {used['n']} rows used, {shares}")
+    calibration = result["calibration"]
+    shares = f"mean absolute error {calibration['mape']:.1%}, median {calibration['median_ape']:.1%}"
+    print(f"docs/results/accuracy.md: {calibration['n']} rows used, {shares}")
 
 
 if __name__ == "__main__":

@@ -51,9 +51,9 @@ def launches(engine: str) -> Iterator[tuple[str, Launch, Layout]]:
         for strategy in strategies:
             if deploy_engine(engine).has(strategy, scenario):
                 candidate = Search().candidate(scenario, strategy)
-                cut, layers = candidate.partition.chunk_lens, candidate.strategy.stage_layers
+                chunks, layers = candidate.partition.chunk_lens, candidate.strategy.stage_layers
                 launch = launch_of(
-                    scenario, engine, candidate.strategy, cut, model=str(question["model"]), layers=layers
+                    scenario, engine, candidate.strategy, chunks, model=str(question["model"]), layers=layers
                 )
                 yield (
                     f"{question['model']}, {question['cluster']}, {strategy.name}",
@@ -64,11 +64,11 @@ def launches(engine: str) -> Iterator[tuple[str, Launch, Layout]]:
 
 def resolve_all(engine: DeployEngine, python: str) -> Resolved:
     """Resolve all single-server launches with an interpreter's engine; InputError if the engine cannot be imported."""
-    listed = list(launches(engine.name))
-    asked = {"engine": engine.name, "launches": [_asked(what, launch) for what, launch, _ in listed]}
+    cases = list(launches(engine.name))
+    request = {"engine": engine.name, "launches": [_asked(what, launch) for what, launch, _ in cases]}
     process = subprocess.run(
         [python, str(Path(__file__).with_name("resolve_launches.py"))],
-        input=json.dumps(asked),
+        input=json.dumps(request),
         capture_output=True,
         text=True,
         check=False,
@@ -78,7 +78,7 @@ def resolve_all(engine: DeployEngine, python: str) -> Resolved:
         raise InputError(engine.name, python, f"an interpreter with {engine.name} installed ({last[0]})")
     content = json.loads(process.stdout.splitlines()[-1])
     refused, differs = {}, {}
-    for (what, _, layout), answer in zip(listed, content["answers"], strict=True):
+    for (what, _, layout), answer in zip(cases, content["answers"], strict=True):
         planned = {name: getattr(layout, name) for name in SIZES}
         if not layout.is_mixture:  # an engine resolves these sizes for dense models, too, which have no experts
             answer = answer | {name: 1 for name in ("expert_parallel", "expert_data") if name in answer}
@@ -88,7 +88,7 @@ def resolve_all(engine: DeployEngine, python: str) -> Resolved:
             refused[what] = answer["refused"]
         elif other:
             differs[what] = ", ".join(f"{name} {size}, not {planned[name]}" for name, size in other.items())
-    return Resolved(engine=engine, version=content["version"], launches=len(listed), refused=refused, differs=differs)
+    return Resolved(engine=engine, version=content["version"], launches=len(cases), refused=refused, differs=differs)
 
 
 def _asked(what: str, launch: Launch) -> dict[str, Any]:

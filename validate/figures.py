@@ -52,8 +52,8 @@ class Scope:
 
     def reported(self, model: str, num_gpus: int, strategy: str) -> dict[int, Row]:
         """Return published rows over NVLink, by context."""
-        wanted = (model, num_gpus, strategy, FAST)
-        rows = [row for row in self.rows if (row.model, row.num_gpus, row.strategy, row.link) == wanted]
+        columns = (model, num_gpus, strategy, FAST)
+        rows = [row for row in self.rows if (row.model, row.num_gpus, row.strategy, row.link) == columns]
         return {row.context_len: row for row in sorted(rows, key=lambda row: row.context_len)}
 
     def contexts(self, model: str) -> list[int]:

@@ -179,8 +179,8 @@ def confirm(machine: Machine) -> Finding:
         words += ["--repeats", 2 if machine.quick else 5]
         answer = kvrsim("confirm", *words, *machine.words, timeout_s=900, accepted=(0, 1))
         middle = median_high(abs(one["rel_error"]) for one in answer["candidates"])
-        named = (f"{one['strategy']} {one['rel_error']:+.1%}" for one in answer["candidates"])
-        finding.lines.append(f"{gpus} GPUs: {', '.join(named)}; median {middle:.1%}, regret {answer['regret']:+.1%}")
+        texts = (f"{one['strategy']} {one['rel_error']:+.1%}" for one in answer["candidates"])
+        finding.lines.append(f"{gpus} GPUs: {', '.join(texts)}; median {middle:.1%}, regret {answer['regret']:+.1%}")
         if machine.on_gpu and middle > MOST_ERROR:
             finding.faults.append(f"{gpus} GPUs: median error {middle:.1%}")
         if machine.on_gpu and not answer["ok"]:
@@ -223,13 +223,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", default=",".join(STEPS), help=f"some of {','.join(STEPS)}")
     parser.add_argument("--output", default="gpu-report", metavar="FOLDER", help="default: gpu-report")
     options = parser.parse_args(arguments)
-    wanted = options.steps.split(",")
-    if unknown := [name for name in wanted if name not in STEPS]:
+    steps = options.steps.split(",")
+    if unknown := [name for name in steps if name not in STEPS]:
         parser.error(f"--steps: got {','.join(unknown)!r}, accepted: some of {', '.join(STEPS)}")
     machine = Machine(folder=Path(options.output), num_gpus=num_gpus(), quick=options.quick)
     machine.folder.mkdir(parents=True, exist_ok=True)
     report, done = machine.folder / "report.md", list[tuple[str, Finding, float]]()
-    for name in [name for name in STEPS if name in wanted]:
+    for name in [name for name in STEPS if name in steps]:
         print(f"{name} ...", end=" ", file=sys.stderr, flush=True)
         start_s = time.monotonic()
         try:

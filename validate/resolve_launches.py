@@ -135,15 +135,15 @@ def stand_in_for_operators() -> None:
     import torch
     from torch import library
 
-    known = torch._ops._OpNamespace.__getattr__
+    getattr_of = torch._ops._OpNamespace.__getattr__
 
     def operator(namespace: Any, name: str) -> Any:
         try:
-            return known(namespace, name)
+            return getattr_of(namespace, name)
         except AttributeError:
             return Anything()
 
-    if known.__name__ != operator.__name__:
+    if getattr_of.__name__ != operator.__name__:
         torch._ops._OpNamespace.__getattr__ = operator
         library.register_fake = lambda *_, **__: lambda function: function
 
@@ -208,10 +208,10 @@ def main() -> None:
     import torch.utils.flop_counter  # noqa: F401  # before stand-ins
 
     sys.meta_path.append(StandIns())
-    asked = json.load(sys.stdin)
-    resolve = {"vllm": resolve_vllm, "sglang": resolve_sglang}[asked["engine"]]
+    request = json.load(sys.stdin)
+    resolve = {"vllm": resolve_vllm, "sglang": resolve_sglang}[request["engine"]]
     answers = []
-    for launch in asked["launches"]:
+    for launch in request["launches"]:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "config.json").write_text(json.dumps(launch["config"]), "utf-8")
             try:
@@ -220,7 +220,7 @@ def main() -> None:
                 lines = [line.strip() for line in str(error).splitlines() if line.strip()]
                 answers.append({"refused": f"{type(error).__name__}: {' '.join(lines)[:300]}"})
     sys.stdout = sys.__stdout__
-    print("\n" + json.dumps({"version": importlib.metadata.version(asked["engine"]), "answers": answers}))
+    print("\n" + json.dumps({"version": importlib.metadata.version(request["engine"]), "answers": answers}))
 
 
 if __name__ == "__main__":

@@ -207,13 +207,13 @@ def _commit() -> str:
 
 def stale() -> Iterator[str]:
     """Yield one line for each page that must be written again, or that is missing in PAGES."""
-    known = {page.path for page in PAGES} | FROZEN
+    pages = {page.path for page in PAGES} | FROZEN
     for page in PAGES:
         if reason := page.staleness():
             yield f"{page.path}: {reason}; `{page.command}` writes it"
     for folder in (DOCS, BENCHMARKS):
         for file in sorted((ROOT / folder).glob("*.md")):
-            if (path := file.relative_to(ROOT).as_posix()) not in known:
+            if (path := file.relative_to(ROOT).as_posix()) not in pages:
                 yield f"{path}: add the page and its command to validate/results.json"
 
 
@@ -243,9 +243,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         failed += code != 0
         ended = f"ended with {code} after " * (code != 0)
         print(f"{page.path}: {ended}{time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
-    left = [f"{page.name} ({page.needs})" for page in PAGES if page not in pages]
-    if left and not options.names:
-        print(f"not written: {', '.join(left)}", file=sys.stderr)
+    others = [f"{page.name} ({page.needs})" for page in PAGES if page not in pages]
+    if others and not options.names:
+        print(f"not written: {', '.join(others)}", file=sys.stderr)
     return int(failed > 0)
 
 

@@ -32,8 +32,8 @@ def compare() -> pandas.DataFrame:
     """
     import pandas
 
-    listed = pandas.DataFrame(read_table("serving_prefills.csv")).astype(_TYPES)
-    rows = pandas.concat([listed[listed.engine_name == name] for name in ENGINES], ignore_index=True)
+    frame = pandas.DataFrame(read_table("serving_prefills.csv")).astype(_TYPES)
+    rows = pandas.concat([frame[frame.engine_name == name] for name in ENGINES], ignore_index=True)
     seconds = np.array([_predicted_s(row) for row in rows.itertuples()])
     measured_s, (predicted_s, low_s, high_s) = rows.seconds.to_numpy(), seconds.T
     inside = (low_s <= measured_s) & (measured_s <= high_s)

@@ -113,9 +113,9 @@ def read_settings(path: Path, configs: Path) -> Settings:
             keys.append(key)
             if key not in seconds:
                 model = _model_folder(Path(folder), configs, row.config)
-                asked = {"ctx": row.context_tokens, "gpus": row.tp, "model": str(model), "cluster": row.cluster}
-                asked |= {"dtype": dtype, "expert_parallel": row.moe_ep > 1}
-                runs = [make_scenario(**asked, engine=one)[0] for one in engines]
+                fields = {"ctx": row.context_tokens, "gpus": row.tp, "model": str(model), "cluster": row.cluster}
+                fields |= {"dtype": dtype, "expert_parallel": row.moe_ep > 1}
+                runs = [make_scenario(**fields, engine=one)[0] for one in engines]
                 strategy = "single" if row.tp == 1 else "tp"
                 times = np.array([run_simulation(one, strategy=strategy).ttft_s for one in runs])
                 spec = runs[0].model
@@ -321,15 +321,15 @@ def _record(
 
 
 def _fit_of(after: Array, without: Array, split: str, widths: Mapping[str, tuple[float, float]]) -> EngineFit:
-    sizes, left = np.abs(np.expm1(after)), np.abs(np.expm1(without))
+    sizes, right = np.abs(np.expm1(after)), np.abs(np.expm1(without))
     low, high = widths_of(without)
     return EngineFit(
         source="NVIDIA AISimulate 0.13, silicon_sample.csv (InferenceX and NVIDIA's runs): 128 settings of 8 models",
         num_rows=len(after),
         mape=_rounded(sizes.mean()),
         median_ape=_rounded(np.median(sizes)),
-        left_out_mape=_rounded(left.mean()),
-        left_out_median_ape=_rounded(np.median(left)),
+        left_out_mape=_rounded(right.mean()),
+        left_out_median_ape=_rounded(np.median(right)),
         left_out=split,
         log_sd=_rounded(np.std(without)),
         coverage=_rounded(np.mean((without <= low) & (-without <= high))),
@@ -369,11 +369,11 @@ def score(settings: Settings, predictors: dict[str, Array]) -> list[str]:
     """Table of predictors' median errors by engine, model and other fields, over settings that all of them predict."""
     measured_s = settings.of("prefill_s")
     errors = {name: np.abs(seconds / measured_s - 1) for name, seconds in predictors.items()}
-    known = np.all([np.isfinite(one) for one in errors.values()], axis=0)
-    groups: list[tuple[str, Array]] = [("all", known)]
+    usable = np.all([np.isfinite(one) for one in errors.values()], axis=0)
+    groups: list[tuple[str, Array]] = [("all", usable)]
     for column in ("engine", "kind", "model", "gpu", "precision", "nominal_isl", "tp"):
         values = settings.of(column) if column in settings.rows else np.array([])
-        groups += [(f"{column} {value}", known & (values == value)) for value in dict.fromkeys(values.tolist())]
+        groups += [(f"{column} {value}", usable & (values == value)) for value in dict.fromkeys(values.tolist())]
     rows = [
         (title, int(rows.sum()), *(f"{np.median(one[rows]):.1%}" for one in errors.values()))
         for title, rows in groups
@@ -393,12 +393,12 @@ def page(settings: Settings, predictors: dict[str, Array], others: Sequence[Othe
     kvrsim["kvrsim, `serving` of the other engines"] = prior
     rows = []
     for name, seconds in (kvrsim | predictors).items():
-        known = np.isfinite(seconds)
-        errors = np.abs(seconds[known] / measured_s[known] - 1)
-        by_engine = [np.median(np.abs(seconds / measured_s - 1)[known & (settings.of("engine") == e)]) for e in ENGINES]
-        logs = np.log(seconds[known] / measured_s[known])
-        groups = settings.group(name.split(", ")[1].split()[0] if "left out" in name else "model")[known]
-        inside = f"{held_coverage(logs, groups, settings.of('engine')[known]):.0%}"
+        has = np.isfinite(seconds)
+        errors = np.abs(seconds[has] / measured_s[has] - 1)
+        by_engine = [np.median(np.abs(seconds / measured_s - 1)[has & (settings.of("engine") == e)]) for e in ENGINES]
+        logs = np.log(seconds[has] / measured_s[has])
+        groups = settings.group(name.split(", ")[1].split()[0] if "left out" in name else "model")[has]
+        inside = f"{held_coverage(logs, groups, settings.of('engine')[has]):.0%}"
         rows.append((name, len(errors), f"{np.median(errors):.1%}", *(f"{one:.1%}" for one in by_engine), inside))
     return fill(
         "silicon",
@@ -460,10 +460,10 @@ def steps_of(row: Mapping[str, Any], engine: str) -> dict[str, Any]:
     0.8 on; SGLang takes 4096 on GPUs of less than 60 GB, else 8192; TensorRT-LLM takes 8192. A row's note may give
     another number.
     """
-    named = re.search(r"max_num_batched_tokens ([0-9]+)", str(row["note"]))
+    match = re.search(r"max_num_batched_tokens ([0-9]+)", str(row["note"]))
     old, small = re.match(r"0\.[0-7]\.", str(row["engine_version"])), "40GB" in row["gpu"]
     step = 2048 if engine == "vllm" and old else 4096 if engine == "sglang" and small else 8192
-    step = int(named[1]) if named else step
+    step = int(match[1]) if match else step
     tokens, tensor = int(row["context"]), () if row["strategy"] == "single" else (f"tp{row['n_gpus']}",)
     if tokens <= step:
         return {"strategy": "+".join(tensor) or "single"}

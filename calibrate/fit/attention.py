@@ -241,8 +241,8 @@ def with_softmax(fitted: Fitted[FlashRates], rows: Sequence[Measurement]) -> Fit
     data, rates, block_s = AttentionRows.of(rows), fitted.rates, fitted.rates.block_s
     bounds = Parameter(name="softmax_s", start=0.7 * block_s, low=0.4 * block_s, high=block_s)
     fit = _form(f"heads of {NARROW_HEAD_DIM}", data, [bounds], lambda values: replace(rates, **values))
-    seen = dict(fitted.seen) | {"head_dim": (NARROW_HEAD_DIM, HEAD_DIM)}
-    return replace(fitted, rates=fit.rates, seen=seen)
+    ranges = dict(fitted.seen) | {"head_dim": (NARROW_HEAD_DIM, HEAD_DIM)}
+    return replace(fitted, rates=fit.rates, seen=ranges)
 
 
 def fit_eager(calls: Sequence[Measurement], gpu: GpuSpec) -> Fitted[EagerRates]:

@@ -128,8 +128,8 @@ def _systematic_log_sd(data: Sequence[ExpertRows], others: Sequence[ExpertRows])
         same = [other for other in others if other.kind == rows.kind and other.source != rows.source]
         medians = [median for other in same for median in log_ratio(_by_call(rows), _by_call(other))]
         of_types.append(root_mean_square(medians))
-    known = [one for one in of_types if one is not None]
-    return rounded(float(np.median(known))) if known else None
+    log_sds = [one for one in of_types if one is not None]
+    return rounded(float(np.median(log_sds))) if log_sds else None
 
 
 def _by_call(rows: ExpertRows) -> dict[Hashable, float]:

@@ -69,7 +69,7 @@ def solve(
     """
     from scipy.optimize import least_squares
 
-    low, given, high = (
+    low, first, high = (
         np.array([one.encode(getattr(one, end)) for one in parameters]) for end in ("low", "start", "high")
     )
     margin = 1e-6 * (high - low)
@@ -94,12 +94,12 @@ def solve(
         results = [solved(start, rows, max_steps) for start in starting]
         return [np.asarray(one.x) for one in sorted(results, key=lambda one: float(one.cost))[:count]]
 
-    starting = [given]
+    starting = [first]
     if starts > 1:
         random = np.random.default_rng(_SEED)
         rows = np.sort(random.permutation(len(measured_s))[:_TRIAL_ROWS])
         others = [random.uniform(low, high) for _ in range(starts - 1)]
-        starting = best([given, *others], rows, _TRIAL_STEPS, _BEST_STARTS)
+        starting = best([first, *others], rows, _TRIAL_STEPS, _BEST_STARTS)
     [values] = best(starting, np.arange(len(measured_s)), _MAX_STEPS, 1)
     results = named(values)
     return {one.name: min(rounded(results[one.name]), one.high) for one in parameters}
@@ -111,11 +111,11 @@ def cross_validated_s(labels: Iterable[Hashable], predict: Callable[[Some, Some]
     `predict(train, test)` gets indices of rows and returns seconds for `test`. Labels are assigned to `count` folds
     with a fixed seed.
     """
-    listed = list(labels)
-    names = sorted(set(listed), key=repr)
+    every = list(labels)
+    names = sorted(set(every), key=repr)
     fold = dict(zip(names, np.random.default_rng(_SEED).permutation(len(names)) % count, strict=True))
-    folds = np.array([fold[label] for label in listed])
-    seconds = np.empty(len(listed))
+    folds = np.array([fold[label] for label in every])
+    seconds = np.empty(len(every))
     for one in np.unique(folds):
         test = np.flatnonzero(folds == one)
         seconds[test] = predict(np.flatnonzero(folds != one), test)
@@ -289,10 +289,10 @@ def element_bytes_of(rows: Iterable[Measurement]) -> int:
 
 def peak_flops(gpu: GpuSpec, dtypes: Sequence[str] = HALF) -> float:
     """The highest FLOP/s of these dtypes on the datasheet. Raises InputError if the datasheet has none of them."""
-    known = [flops for dtype, flops in gpu.peak_flops.items() if dtype in dtypes]
-    if not known:
+    rates = [flops for dtype, flops in gpu.peak_flops.items() if dtype in dtypes]
+    if not rates:
         raise InputError("gpu", gpu.name, f"a GPU that computes in {' or '.join(dtypes)}")
-    return max(known)
+    return max(rates)
 
 
 def has_waves(gpu: GpuSpec) -> bool:

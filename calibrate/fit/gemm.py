@@ -152,8 +152,8 @@ def fit_types_section(part: JsonObject, profile: CalibrationProfile) -> Fitted[M
 
 def peak_of(gpu: GpuSpec, kind: str | None) -> float:
     """The datasheet's FLOP/s of a type of product; None: half precision."""
-    factor, known = (1.0, HALF) if kind is None else _PEAKS[kind]
-    return factor * peak_flops(gpu, known)
+    factor, dtypes = (1.0, HALF) if kind is None else _PEAKS[kind]
+    return factor * peak_flops(gpu, dtypes)
 
 
 def computes_in(gpu: GpuSpec, kind: str) -> bool:
@@ -257,15 +257,15 @@ class GemmRows(Columns):
 
 def _parameters(gpu: GpuSpec, tiles: Sequence[tuple[int, int]]) -> list[Parameter]:
     hbm, waves = gpu.hbm_bytes_per_s, has_waves(gpu)
-    listed = [
+    parameters = [
         Parameter(name="bytes_per_s", start=0.65 * hbm, low=0.1 * hbm, high=hbm),
         Parameter(name="launch_s", start=3e-6, low=0.0, high=2e-5 if waves else 1e-3),
     ]
     for index, (height, width) in enumerate(tiles):
         share = 0.85 * (height * width / (tiles[0][0] * tiles[0][1])) ** 0.1
-        listed.append(Parameter(name=f"share_{index}", start=share, low=0.3 if waves else 0.01, high=1.0))
-        listed.append(Parameter(name=f"start_{index}", start=3e-6, low=0.0, high=2e-5))
-    return listed
+        parameters.append(Parameter(name=f"share_{index}", start=share, low=0.3 if waves else 0.01, high=1.0))
+        parameters.append(Parameter(name=f"start_{index}", start=3e-6, low=0.0, high=2e-5))
+    return parameters
 
 
 def _rates(values: Constants, gpu: GpuSpec, tiles: Sequence[tuple[int, int]], peak: float) -> GemmRates:
@@ -301,11 +301,11 @@ def _pruned(rates: GemmRates, rows: GemmRows) -> GemmRates:
 def _interpolated(rates: GemmRates, rows: GemmRows) -> Comparison | None:
     """Cross-validate tables: each row is predicted by tables without the tenth of the row counts with this row."""
     shapes = {(shape.in_features, shape.out_features) for shape in rates.measured}
-    wanted = rows.tokens >= PROMISED_ROWS
-    wanted &= np.array([shape in shapes for shape in rows.shapes])
-    if not wanted.any():
+    large = rows.tokens >= PROMISED_ROWS
+    large &= np.array([shape in shapes for shape in rows.shapes])
+    if not large.any():
         return None
-    data = rows.take(wanted)
+    data = rows.take(large)
 
     def predict(train: Some, test: Some) -> Array:
         return data.take(test).predicted_s(with_tables(replace(rates, measured=()), data.take(train), shapes))
@@ -319,8 +319,8 @@ def _interpolated(rates: GemmRates, rows: GemmRows) -> Comparison | None:
 
 def with_tables(form: GemmRates, rows: GemmRows, shapes: Collection[Shape], most: int = MAX_KNOTS) -> GemmRates:
     """The rates with tables of at most `most` knots for the shapes that were measured often enough."""
-    wanted = set(shapes)
-    tables = [_table(form, shape, rows.take(indices), most) for shape, indices in rows.by_shape() if shape in wanted]
+    distinct = set(shapes)
+    tables = [_table(form, shape, rows.take(indices), most) for shape, indices in rows.by_shape() if shape in distinct]
     return replace(form, measured=tuple(table for table in tables if table is not None))
 
 
@@ -336,12 +336,12 @@ def _table(form: GemmRates, shape: Shape, rows: GemmRows, most: int) -> Measured
         return None
     at_end = {end: rows.tokens == end for end in knots}
     logs = np.array([np.median(errors[mask if mask.any() else ends == end]) for end, mask in at_end.items()])
-    chosen = thinned(np.log(knots), logs, most=most, error=_KNOT_ERROR)
-    seconds = form.form_s(knots[chosen], Product(*shape), rows.element_bytes) * np.exp(logs[chosen])
+    points = thinned(np.log(knots), logs, most=most, error=_KNOT_ERROR)
+    seconds = form.form_s(knots[points], Product(*shape), rows.element_bytes) * np.exp(logs[points])
     return MeasuredShape(
         in_features=shape[0],
         out_features=shape[1],
-        rows=tuple(int(knot) for knot in knots[chosen]),
+        rows=tuple(int(knot) for knot in knots[points]),
         seconds=tuple(rounded(float(value)) for value in seconds),
     )
 

@@ -133,8 +133,8 @@ def fit_profile(
     Raises InputError naming `argument` for rows that are too few, vary too much, are of several devices or kernels, or
     that no fit reproduces.
     """
-    chosen, origin = choices or FitChoices(), Provenance.of(origins, argument)
-    fit = _OperationFits(rows=rows, gpu=gpu, link=link, choices=chosen, argument=argument, origin=origin)
+    choice, origin = choices or FitChoices(), Provenance.of(origins, argument)
+    fit = _OperationFits(rows=rows, gpu=gpu, link=link, choices=choice, argument=argument, origin=origin)
     step_s, mask_element_s = elementwise.fit_prepare(fit.use("prepare"))
     kernels = KernelRates(
         gemm=fit.gemm_rates(),
@@ -187,13 +187,13 @@ def _run_to_run_log_sd(rows: Sequence[Measurement]) -> float | None:
 
 def provenance_of(rows: Sequence[Measurement]) -> dict[str, str]:
     """Provenance of measured rows."""
-    listed = {
+    entries = {
         "source": {row.source for row in rows},
         "devices": {row.device for row in rows},
         "attention kernels": {row.kernel for row in rows if row.operation == "attention"},
         "dtypes": {row.dtype for row in rows if row.dtype is not None},
     }
-    return {name: "; ".join(sorted(values)) for name, values in listed.items() if values}
+    return {name: "; ".join(sorted(values)) for name, values in entries.items() if values}
 
 
 def check_rows(
@@ -217,18 +217,18 @@ def check_rows(
 
 
 def _notes_on_unused(
-    rows: Sequence[Measurement], used: Iterable[Measurement], dtypes: Sequence[str]
+    rows: Sequence[Measurement], inputs: Iterable[Measurement], dtypes: Sequence[str]
 ) -> tuple[str, ...]:
     """Number of rows of each kind that were not used, and possible reasons, as text."""
-    taken = set(map(id, used))
-    left = Counter(_KINDS.get(row.operation, row.operation) for row in rows if id(row) not in taken)
+    in_fits = set(map(id, inputs))
+    unused = Counter(_KINDS.get(row.operation, row.operation) for row in rows if id(row) not in in_fits)
     types = " or ".join(dtypes)
     reasons = {
         "attention": f"not {types}, another head_dim, more than one sequence, or decoding",
         "elementwise": f"not {types}",
         "gemm": f"not {types}, fewer than {gemm.STEP} tokens, or of a narrow matrix",
     } | dict.fromkeys(_COLLECTIVES, "between nodes, slower than another kernel, or far from the form")
-    return tuple(f"{left[kind]} {kind} rows were not fitted: {why}" for kind, why in reasons.items() if left[kind])
+    return tuple(f"{unused[kind]} {kind} rows were not fitted: {why}" for kind, why in reasons.items() if unused[kind])
 
 
 # -- the fits of all kinds of operations, one after another

@@ -38,13 +38,13 @@ def fit_recurrence_section(part: JsonObject, profile: CalibrationProfile) -> Fit
     others = part.child(_COMPARED) if part.has(_COMPARED) else JsonObject(fields={}, where=part.where)
     others.only(tuple(TABLES))
     rows = {kind: read_recurrence(part.text(kind), kind, "recipes") for kind in TABLES if part.has(kind)}
-    listed = [(kind, text) for kind in rows if others.has(kind) for text in others.sequence(kind)]
-    compared = [read_recurrence(str(text), kind, "recipes") for kind, text in listed]
-    return fit_recurrence(rows, load_gpu(profile.gpu), compared)
+    sources = [(kind, text) for kind in rows if others.has(kind) for text in others.sequence(kind)]
+    others_rows = [read_recurrence(str(text), kind, "recipes") for kind, text in sources]
+    return fit_recurrence(rows, load_gpu(profile.gpu), others_rows)
 
 
 def fit_recurrence(
-    rows: Mapping[str, RecurrenceRows], gpu: GpuSpec, compared: Sequence[RecurrenceRows] = ()
+    rows: Mapping[str, RecurrenceRows], gpu: GpuSpec, others: Sequence[RecurrenceRows] = ()
 ) -> Fitted[RecurrenceRates]:
     """Fit rates of each kind to calls of one sequence of at least a chunk; stated errors are those of scans.
 
@@ -61,7 +61,7 @@ def fit_recurrence(
         convolutions = _scans(rows[kind], convolutions=True)
         convolution = _fit(convolutions, ConvolutionRates, _convolution_parameters(gpu))
         rates[kind] = KindRates(scan=fit.rates, convolution=convolution.rates)
-    ratios = [log_ratio(_by_shape(scans[table.kind]), _by_shape(_scans(table)), least=1) for table in compared]
+    ratios = [log_ratio(_by_shape(scans[table.kind]), _by_shape(_scans(table)), least=1) for table in others]
     systematic = root_mean_square([median for medians in ratios for median in medians])
     return Fitted(
         rates=RecurrenceRates(

@@ -86,11 +86,11 @@ def compare_layers(profile: CalibrationProfile, model: ModelSpec, rows: Sequence
 
     A row with an unknown kernel belongs to the profile's attention kernel, if the profile has only one.
     """
-    used = [(row, kernel) for row in rows if (kernel := _kernel(profile, row)) is not None]
-    if not used:
+    pairs = [(row, kernel) for row in rows if (kernel := _kernel(profile, row)) is not None]
+    if not pairs:
         return None
-    predicted = np.array([_layer_s(profile, model, row, kernel) for row, kernel in used])
-    return Comparison(label=LAYERS, measured_s=column([row for row, _ in used], "expected_s"), predicted_s=predicted)
+    predicted = np.array([_layer_s(profile, model, row, kernel) for row, kernel in pairs])
+    return Comparison(label=LAYERS, measured_s=column([row for row, _ in pairs], "expected_s"), predicted_s=predicted)
 
 
 def _kernel(profile: CalibrationProfile, row: Measurement) -> str | None:

@@ -159,12 +159,12 @@ class ModuleRows:
         """Seconds of the products with weights by a profile's rates; some weights are half precision in all types."""
         cost = CalibratedCost(rates=profile.kernels, traits=profile.kernels.traits("flash", 1, 2))
         indexer = self.mixer.indexer
-        listed = (*self.mixer.projections, *(() if indexer is None else indexer.projections), *self.mixer.output)
+        matrices = (*self.mixer.projections, *(() if indexer is None else indexer.projections), *self.mixer.output)
         mixed = isinstance(self.mixer, CompressedAttention)
         compute = None if self.gemm_type == "bfloat16" else self.gemm_type
         products = [
             one._replace(compute=None if mixed and one.compute is None else compute)
-            for one in products_of(listed, fused=True)
+            for one in products_of(matrices, fused=True)
         ]
         absorbed = absorbing(self.mixer) if isinstance(self.mixer, LatentAttention) else ()
         return np.asarray(cost.row_cost((*products, *absorbed), ())(self.rows.chunk))

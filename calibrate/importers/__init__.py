@@ -33,7 +33,7 @@ def read_source(text: str, argument: str = "measurements") -> list[Measurement]:
     Raises InputError naming `argument` where the source is unknown, cannot be read or has no usable rows.
     """
     place, _, query = text.partition("?")
-    wanted = _parse_filter(query, text, argument) if query or text.endswith("?") else {}
+    filters = _parse_filter(query, text, argument) if query or text.endswith("?") else {}
     if place.partition(":")[0] in aiconfigurator.PACKAGES:
         rows = aiconfigurator.read_aiconfigurator(place, argument)
     else:
@@ -41,7 +41,7 @@ def read_source(text: str, argument: str = "measurements") -> list[Measurement]:
         rows = layout_of(table).read(table)
     if not rows:
         raise InputError(argument, text, f"a source with rows of {', '.join(OPERATIONS)}")
-    return _filtered(rows, wanted, text, argument)
+    return _filtered(rows, filters, text, argument)
 
 
 def layout_of(table: CsvTable) -> Layout:
@@ -52,31 +52,31 @@ def layout_of(table: CsvTable) -> Layout:
             return layout
     nearest = max(LAYOUTS, key=lambda layout: len(columns.intersection(layout.signature)) / len(layout.signature))
     missing = [name for name in nearest.signature if name not in columns]
-    known = "the columns of one of: " + ", ".join(layout.name for layout in LAYOUTS)
+    accepted = "the columns of one of: " + ", ".join(layout.name for layout in LAYOUTS)
     if 2 * len(missing) <= len(nearest.signature):
-        known += f" (nearest is {nearest.name}, which has {', '.join(missing)} too)"
-    raise InputError(f"{table.where}: header", ", ".join(table.columns), known)
+        accepted += f" (nearest is {nearest.name}, which has {', '.join(missing)} too)"
+    raise InputError(f"{table.where}: header", ", ".join(table.columns), accepted)
 
 
 def _parse_filter(query: str, text: str, argument: str) -> dict[str, str]:
     """Parse a filter: the wanted text in lower case, by field of Measurement."""
-    wanted: dict[str, str] = {}
+    filters: dict[str, str] = {}
     for part in query.split("&"):
         key, _, value = part.partition("=")
-        if key not in _FILTERS or not value or _FILTERS[key] in wanted:
-            keys = ", ".join(f"{known}=TEXT" for known in _FILTERS)
+        if key not in _FILTERS or not value or _FILTERS[key] in filters:
+            keys = ", ".join(f"{field}=TEXT" for field in _FILTERS)
             raise InputError(argument, text, f"after the ? each of {keys} at most once, joined by &")
-        wanted[_FILTERS[key]] = value.lower()
-    return wanted
+        filters[_FILTERS[key]] = value.lower()
+    return filters
 
 
-def _filtered(every: list[Measurement], wanted: dict[str, str], text: str, argument: str) -> list[Measurement]:
+def _filtered(every: list[Measurement], filters: dict[str, str], text: str, argument: str) -> list[Measurement]:
     """The rows that contain all wanted texts. If there are none, InputError lists the values of the field."""
-    for field, value in wanted.items():
+    for field, value in filters.items():
         rows = [row for row in every if value in getattr(row, field).lower()]
         if not rows:
             there = sorted({getattr(row, field) for row in every})
-            shown = "; ".join(there[:_MAX_SHOWN]) + ("; ..." if len(there) > _MAX_SHOWN else "")
-            raise InputError(argument, text, f"a filter that keeps some rows; what there is: {shown}")
+            examples = "; ".join(there[:_MAX_SHOWN]) + ("; ..." if len(there) > _MAX_SHOWN else "")
+            raise InputError(argument, text, f"a filter that keeps some rows; what there is: {examples}")
         every = rows
     return every

@@ -97,7 +97,7 @@ def read_aiconfigurator(text: str, argument: str = "measurements") -> list[Measu
     source = Source.parse(text, argument)
     framework = source.framework
     measured: list[Measurement] = []
-    for table, file, read in (
+    for table, file, reader in (
         (f"gemm/{framework}", _GEMM_FILE, _read_gemm),
         (f"attention/{framework}", _ATTENTION_FILE, _read_attention),
         (f"attention/{framework}", _DECODE_FILE, _read_attention),
@@ -106,7 +106,7 @@ def read_aiconfigurator(text: str, argument: str = "measurements") -> list[Measu
     ):
         table_file = source.nccl() if file == _NCCL_FILE else source.table(table, file)
         if table_file is not None:
-            rows = read(table_file)
+            rows = reader(table_file)
             if file == _DECODE_FILE:  # keep only kernels that also compute prefills
                 kernels = {row.kernel for row in measured}
                 rows = [row for row in rows if row.kernel in kernels]
@@ -149,8 +149,8 @@ def _read_attention(table: Table) -> list[Measurement]:
     if "window_size" in frame:
         plain &= frame["window_size"].isna() | (frame["window_size"] == 0)
     frame = frame[plain]
-    chosen = frame.groupby("head_dim")["kernel_source"].agg(lambda kernels: min(kernels.unique(), key=_preference))
-    frame = frame[frame["kernel_source"] == frame["head_dim"].map(chosen)]
+    kernels_of = frame.groupby("head_dim")["kernel_source"].agg(lambda kernels: min(kernels.unique(), key=_preference))
+    frame = frame[frame["kernel_source"] == frame["head_dim"].map(kernels_of)]
     about = {"operation": "attention", "dtype": "bf16", "source": table.source}
     return _rows(frame, _ATTENTION_COLUMNS, table.where, **about)
 
@@ -594,21 +594,21 @@ class Source:
     def parse(cls, text: str, argument: str) -> Source:
         """Parse a SOURCE. Raises InputError for another form, or if its system, framework or version has no table."""
         word, _, rest = text.partition(":")
-        place, _, named = rest.rpartition(":")
-        if not place and Path(named).exists():
-            place, named = named, ""
+        place, _, part = rest.rpartition(":")
+        if not place and Path(part).exists():
+            place, part = part, ""
         package = Package.find(word, Path(place) if place else None, f"{argument} {text}")
-        system, *more = named.split("/")
+        system, *more = part.split("/")
         if len(more) > 2:
             accepted = f"{word}:[WHEEL:]SYSTEM[/FRAMEWORK[/VERSION]], such as {word}:h100_sxm/vllm"
             raise InputError(argument, text, accepted)
         framework, version = (more[0] if more else DEFAULT_FRAMEWORK), (more[1] if len(more) == 2 else None)
-        known = [path.parts for path in package.tables if path.parts[2] != "nccl"]
+        tables = [path.parts for path in package.tables if path.parts[2] != "nccl"]
         for what, place_of, name in (("system", 0, system), ("framework", 2, framework), ("version", 3, version)):
-            names = sorted({parts[place_of] for parts in known})
+            names = sorted({parts[place_of] for parts in tables})
             if name is not None and name not in names:
                 raise InputError(argument, text, f"a {what} among {', '.join(names)}")
-            known = [parts for parts in known if parts[place_of] == name]
+            tables = [parts for parts in tables if parts[place_of] == name]
         return cls(text=text, argument=argument, package=package, system=system, framework=framework, version=version)
 
     def table(self, folder: str, file: str) -> Table | None:

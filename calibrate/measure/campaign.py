@@ -114,17 +114,17 @@ def measure(campaign: Campaign, budget_s: float, on_progress: OnProgress | None 
     ):
         points = within_budget(bench, budget_s)
         skipped = {str(one): f"would not fit into {budget_s:.0f} s" for one in bench.points() if one not in points}
-        known = [one for one in journal.results if one["point"] in set(map(str, points))]
-        samples = {point: [one["seconds"] for one in known if one["point"] == str(point)] for point in points}
+        earlier = [one for one in journal.results if one["point"] in set(map(str, points))]
+        samples = {point: [one["seconds"] for one in earlier if one["point"] == str(point)] for point in points}
         began_s = monotonic()
-        if known:
-            notes = (*notes, f"resumed from {len(known)} samples of an interrupted run")
-            began_s -= known[-1]["elapsed_s"]
+        if earlier:
+            notes = (*notes, f"resumed from {len(earlier)} samples of an interrupted run")
+            began_s -= earlier[-1]["elapsed_s"]
 
         def visit(point: Point) -> None:
             if on_progress is not None:
-                taken = sum(map(len, samples.values()))
-                text = f"{campaign.title}: {taken} samples of {len(samples)} points; {point}; seconds"
+                total = sum(map(len, samples.values()))
+                text = f"{campaign.title}: {total} samples of {len(samples)} points; {point}; seconds"
                 on_progress(min(monotonic() - began_s, budget_s), budget_s, text)
             try:
                 samples[point].append(bench.sample(point))
@@ -135,9 +135,9 @@ def measure(campaign: Campaign, budget_s: float, on_progress: OnProgress | None 
                 skipped[str(point)] = str(reason)
 
         for repetition in range(LEAST_SAMPLES):
-            for point in [point for point, taken in samples.items() if len(taken) <= repetition]:
+            for point in [point for point, times in samples.items() if len(times) <= repetition]:
                 visit(point)
-        while imprecise := [point for point, taken in samples.items() if not _is_precise(taken)]:
+        while imprecise := [point for point, times in samples.items() if not _is_precise(times)]:
             for point in imprecise:
                 if monotonic() - began_s < budget_s:
                     visit(point)
@@ -154,6 +154,6 @@ def measure(campaign: Campaign, budget_s: float, on_progress: OnProgress | None 
     return Outcome(rows=rows, samples=count, skipped=skipped, device=device, notes=notes)
 
 
-def _is_precise(taken: Sequence[Seconds]) -> bool:
-    totals = [sum(seconds.values()) for seconds in taken]
+def _is_precise(samples: Sequence[Seconds]) -> bool:
+    totals = [sum(seconds.values()) for seconds in samples]
     return len(totals) >= _MOST_SAMPLES or median_error(totals) <= _ERROR * median(totals)

@@ -211,8 +211,8 @@ def compute_rows(
     Where whole layers were also timed without marks, the parts of a layer are scaled to the time without marks.
     """
     rows = _Rows(model=model, common={"dtype": dtype, "device": device, "source": SOURCE})
-    for point, taken in samples.items():
-        rows.add_point(point, taken)
+    for point, seconds in samples.items():
+        rows.add_point(point, seconds)
     rows.add_chunks()
     return rows.rows
 
@@ -226,7 +226,7 @@ class _Rows:
         self.chunks: dict[int, list[Seconds]] = {}  # samples of whole forwards by their chunk
         self.rows: list[Measurement] = []
 
-    def add_point(self, point: Point, taken: Sequence[Seconds]) -> None:
+    def add_point(self, point: Point, seconds: Sequence[Seconds]) -> None:
         """Add rows that depend on the point: attention, sums over the layer, the host; `add_chunks` adds the rest."""
         model = self.model
         call = {"kernel": point.kernel, "chunk": point.chunk, "prefix": point.prefix}
@@ -237,35 +237,35 @@ class _Rows:
         }
         if point.kind == "host":
             for operation in _HOST:
-                self._add(operation, operation, taken, kernel="torch")
+                self._add(operation, operation, seconds, kernel="torch")
         elif point.kind == "pending":
             for operation in ("layer_alone", "layer_pending"):
-                self._add(operation, operation, taken, **call)
+                self._add(operation, operation, seconds, **call)
         elif point.kind == "block":
             mixer = model.layers[0].mixer
             assert isinstance(mixer, Attention)
-            self._add("block", "block", taken, **call, **heads)
-            self._add("merge", "merge", taken, **self._moved(measured_merge(mixer).nbytes, point.chunk))
+            self._add("block", "block", seconds, **call, **heads)
+            self._add("merge", "merge", seconds, **self._moved(measured_merge(mixer).nbytes, point.chunk))
         else:
-            unmarked = _unmarked(taken)
+            unmarked = _unmarked(seconds)
             self.chunks.setdefault(point.chunk, []).extend(unmarked)
             for operation in _BY_POINT:
                 self._add(operation, operation, unmarked, **call, **(heads if operation == "attention" else {}))
 
     def add_chunks(self) -> None:
         """Add rows of products, element-wise kernels and cache updates per chunk, and of the logits of one token."""
-        for chunk, taken in sorted(self.chunks.items()):
-            for name in taken[0]:
+        for chunk, samples in sorted(self.chunks.items()):
+            for name in samples[0]:
                 if name.startswith("gemm "):
                     fan_in, fan_out = map(int, name.split()[1:])
                     sizes = {"tokens": chunk, "in_features": fan_in, "out_features": fan_out}
-                    self._add("gemm", name, taken, kernel="torch.nn.Linear", **sizes)
+                    self._add("gemm", name, samples, kernel="torch.nn.Linear", **sizes)
             for operation, nbytes in traffic_of(self.model).items():
-                self._add(operation, operation, taken, **self._moved(nbytes, chunk))
+                self._add(operation, operation, samples, **self._moved(nbytes, chunk))
             copied = 2 * self.model.layer_cache_bytes(chunk, self.element_bytes)
-            self._add("cache_append", "cache_append", taken, kernel="torch", chunk=chunk, prefix=0, bytes=copied)
+            self._add("cache_append", "cache_append", samples, kernel="torch", chunk=chunk, prefix=0, bytes=copied)
         if self.chunks:
-            head, every = self.model.lm_head, [seconds for taken in self.chunks.values() for seconds in taken]
+            head, every = self.model.lm_head, [seconds for samples in self.chunks.values() for seconds in samples]
             sizes = {"in_features": head.in_features, "out_features": head.out_features}
             self._add("head", "head", every, kernel="torch.nn.Linear", **sizes)
 
@@ -273,9 +273,9 @@ class _Rows:
         """Fields of an element-wise kernel; `nbytes` counts bytes per token, in two-byte elements."""
         return {"kernel": "torch", "tokens": tokens, "bytes": round(nbytes * tokens * self.element_bytes / 2)}
 
-    def _add(self, operation: str, name: str, taken: Sequence[Seconds], **fields: Any) -> None:
+    def _add(self, operation: str, name: str, samples: Sequence[Seconds], **fields: Any) -> None:
         """Add a row, unless nothing was measured, such as rotary embedding under ALiBi."""
-        seconds = [one[name] for one in taken]
+        seconds = [one[name] for one in samples]
         low, median_s, high = quartiles(seconds)
         if median_s > _LEAST_S:
             fence_s = _FENCE * (high - low)  # Tukey's fences: outliers are clipped to them
@@ -284,17 +284,17 @@ class _Rows:
             self.rows.append(Measurement(operation=operation, **times, **{**self.common, **fields}))
 
 
-def _unmarked(taken: Sequence[Seconds]) -> list[Seconds]:
+def _unmarked(rows: Sequence[Seconds]) -> list[Seconds]:
     """The samples of a point; the parts of layers are scaled to the time of layers without marks inside.
 
     Marks only add time: a longer time without marks is noise, and nothing is scaled up.
     """
-    layers_s = [(one["layer"], one[BARE_LAYER]) for one in taken if BARE_LAYER in one]
+    layers_s = [(one["layer"], one[BARE_LAYER]) for one in rows if BARE_LAYER in one]
     if not layers_s:
-        return list(taken)
+        return list(rows)
     marked_s, bare_s = (float(np.median(seconds)) for seconds in zip(*layers_s, strict=True))
     factor = min(1.0, bare_s / marked_s)
-    scaled = [{name: seconds * (1.0 if name in _OUTSIDE else factor) for name, seconds in one.items()} for one in taken]
+    scaled = [{name: seconds * (1.0 if name in _OUTSIDE else factor) for name, seconds in one.items()} for one in rows]
     return [{name: seconds for name, seconds in one.items() if name != BARE_LAYER} for one in scaled]
 
 

@@ -113,9 +113,9 @@ def spec_of(device: str, dtype: str, threads: int) -> GpuSpec:
     if device == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         memory_bytes, num_sms = int(properties.total_memory), int(properties.multi_processor_count)
-        known = gpu_named(name, num_sms=num_sms, memory_bytes=memory_bytes)
-        if known is not None:
-            return known
+        gpu = gpu_named(name, num_sms=num_sms, memory_bytes=memory_bytes)
+        if gpu is not None:
+            return gpu
     return GpuSpec(
         name=_slug(name),
         memory_bytes=memory_bytes,

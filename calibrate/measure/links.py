@@ -252,9 +252,9 @@ class LinkBench:
 
     def rows(self, samples: Mapping[LinkPoint, Sequence[Seconds]]) -> list[Measurement]:
         """Medians and interquartile ranges, in the order of the points."""
-        taken = ((point, samples[point]) for point in self.points() if samples.get(point))
+        results = ((point, samples[point]) for point in self.points() if samples.get(point))
         about: dict[str, Any] = dict(backend=self.backend, device=self.device_name)
-        return [row for point, seconds in taken for row in point.rows(seconds, **about)]
+        return [row for point, seconds in results for row in point.rows(seconds, **about)]
 
     def close(self) -> None:
         """End the processes of the ranks; the next use starts them again."""
@@ -325,8 +325,8 @@ def _slowdowns(sent: Iterable[Measurement]) -> Slowdowns:
     alone = {(row.src, row.dst, row.bytes): row.median_s for row in sent if row.messages == 1}
     together: dict[tuple[Any, ...], list[Measurement]] = {}
     for row in sent:
-        known = row.ranks in (2, 2 * row.messages) and (row.src, row.dst, row.bytes) in alone
-        if row.messages > 1 and known:
+        is_pair = row.ranks in (2, 2 * row.messages) and (row.src, row.dst, row.bytes) in alone
+        if row.messages > 1 and is_pair:
             shape = "separate" if row.ranks == 2 * row.messages else "both"
             pair = {row.src, row.dst} if shape == "both" else {}  # the directions of each pair form a group
             together.setdefault((shape, row.messages, row.bytes, frozenset(pair)), []).append(row)

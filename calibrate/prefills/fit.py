@@ -98,21 +98,21 @@ def make_cases(
     counts as a row of the profile's GPU. Both cases give a note. Raises InputError if no row is left, or if a row
     cannot be simulated; the message names the file and the line.
     """
-    given = {key: value for key, value in (setting or {}).items() if value is not None}
-    cluster = given.pop("cluster", None)
+    fields = {key: value for key, value in (setting or {}).items() if value is not None}
+    cluster = fields.pop("cluster", None)
     if cluster is None:
         cluster = cluster_of(profile.gpu) if profile.cluster is None else None
     elif not isinstance(cluster, Cluster):
         cluster = load_cluster(str(cluster))
     if cluster is not None:
-        given["cluster"] = cluster
+        fields["cluster"] = cluster
     cases, notes = [], dict[str, str]()
     usable, gpu_notes = _of_gpu(rows, profile)
     for number, row in enumerate(usable, start=1):
         if on_progress is not None:
             on_progress(number, len(usable), "preparing rows")
         try:
-            case, about = _case(row, profile, partition_of, given)
+            case, about = _case(row, profile, partition_of, fields)
         except InputError as error:
             if error.parameter.split(":")[0] not in _OF_A_ROW:
                 raise
@@ -125,7 +125,7 @@ def make_cases(
 
 
 def _case(
-    row: PrefillRow, profile: CalibrationProfile, partition_of: PartitionOf, given: Mapping[str, Any]
+    row: PrefillRow, profile: CalibrationProfile, partition_of: PartitionOf, fields: Mapping[str, Any]
 ) -> tuple[PrefillCase, tuple[str, ...]]:
     scenario, notes = make_scenario(
         ctx=row.context_len or 0,
@@ -135,7 +135,7 @@ def _case(
         batch=row.batch or 1,
         cached_prefix=row.cached_prefix or 0,
         dtype=row.dtype,
-        **given,
+        **fields,
     )
     strategy = get_strategy(row.strategy_name)
     per_rank = for_strategy(scenario, strategy)
@@ -149,7 +149,7 @@ def _of_gpu(rows: Sequence[PrefillRow], profile: CalibrationProfile) -> tuple[li
     for row in rows:
         if row.gpu is None or _is_named(profile.gpu, row.gpu):
             usable.append(row)
-        elif profile.gpu in (known := _chips(row.gpu)) or not known:
+        elif profile.gpu in (chips := _chips(row.gpu)) or not chips:
             unknown[row.gpu] = None
             usable.append(row)
         else:
@@ -424,8 +424,8 @@ def fit_prefills(
     terms = EngineTerms.of(profile, prior, lengths=max(sizes) >= _LEAST_LENGTH_RATIO * min(sizes))
 
     def predict(values: Array) -> Array:
-        chosen = terms.named(values)
-        return np.array([case.ttft_s(lambda scenario: terms.scenario_with(scenario, chosen)) for case in cases])
+        factors = terms.named(values)
+        return np.array([case.ttft_s(lambda scenario: terms.scenario_with(scenario, factors)) for case in cases])
 
     labels = tuple(case.row.case for case in cases)
     solution = solve(predict, measured_s, terms.priors, labels, on_progress)

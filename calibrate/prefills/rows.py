@@ -132,8 +132,8 @@ def seconds_of(metric: JsonObject, *statistics_: str) -> float:
 
 def known_model(name: object) -> str | None:
     """The built-in model with the shape of an id such as meta-llama/Llama-2-70b-chat-hf; None if it is unknown."""
-    known = known_shape(name) if isinstance(name, str) else None
-    return None if known is None else known[1]
+    shape = known_shape(name) if isinstance(name, str) else None
+    return None if shape is None else shape[1]
 
 
 # -- readers of each benchmark's output
@@ -212,12 +212,12 @@ def _requests(data: JsonObject) -> list[tuple[int, float]]:
 
 def _waits(data: JsonObject, count: int) -> list[float] | None:
     """Seconds of each request in the server's queue, 0 where the value is null; None if the file has no values."""
-    listed: list[float | None] = data.get("server_queue_times", list[NonNegative | None], [])
-    if all(one is None for one in listed):
+    seconds: list[float | None] = data.get("server_queue_times", list[NonNegative | None], [])
+    if all(one is None for one in seconds):
         return None
-    if len(listed) != count:
+    if len(seconds) != count:
         raise data.error("server_queue_times", f"an array with seconds, or null, for each of the {count} ttfts")
-    return [one or 0.0 for one in listed]
+    return [one or 0.0 for one in seconds]
 
 
 def _note_queues(rate: object, concurrency: object, typical_s: float, output: Output) -> None:
@@ -226,9 +226,9 @@ def _note_queues(rate: object, concurrency: object, typical_s: float, output: Ou
         return
     if isinstance(rate, int | float) and not isinstance(rate, bool) and rate * typical_s <= _BUSY:
         return
-    shown = f"{rate:g} requests/s" if isinstance(rate, int | float) else f"request rate {rate or 'unknown'}"
+    text = f"{rate:g} requests/s" if isinstance(rate, int | float) else f"request rate {rate or 'unknown'}"
     output.note(
-        f"{shown}: TTFTs hold waiting in queues, which is fitted as if it were the engine's;"
+        f"{text}: TTFTs hold waiting in queues, which is fitted as if it were the engine's;"
         " measure with --max-concurrency 1"
     )
 
@@ -254,8 +254,8 @@ def _aiperf(data: JsonObject, output: Output) -> None:
         output.note("prompts of unlike lengths: one mean stands for them; give profile_export.jsonl of AIPerf instead")
     seconds = seconds_of(ttft, "p50", "avg")
     config = data.fields.get("input_config")
-    asked = config if isinstance(config, dict) else {}
-    names, load = _inner(asked, "endpoint").get("model_names"), _inner(asked, "loadgen")
+    settings = config if isinstance(config, dict) else {}
+    names, load = _inner(settings, "endpoint").get("model_names"), _inner(settings, "loadgen")
     model = known_model(names[0] if isinstance(names, list) and names else names)
     output.add(data.where, seconds, context_len=max(1, round(tokens)), batch=1, likely_model=model)
     rate, concurrency = load.get("request_rate"), load.get("concurrency")
@@ -318,8 +318,8 @@ def read_prefills(
             rows += part.rows
             notes += part.notes
         else:
-            read = CsvTable.read if isinstance(source, str | Path) else CsvTable.of_frame
-            table = read(source, argument)
+            reader = CsvTable.read if isinstance(source, str | Path) else CsvTable.of_frame
+            table = reader(source, argument)
             table.need(["ttft_s"])
             rows += [_csv_row(row, defaults.get("context_len")) for row in table.rows]
             unread = [name for name in table.columns if name and name not in (*COLUMNS, *LOAD_COLUMNS)]
@@ -388,7 +388,7 @@ def _output(path: str | Path, argument: str) -> Output:
     where = f"{argument} {' '.join(str(path).split())}"
     objects = _objects(Path(path), argument, where)
     for one in objects:
-        reader = next((read for keys, read in FORMATS.values() if all(map(one.has, keys))), None)
+        reader = next((function for keys, function in FORMATS.values() if all(map(one.has, keys))), None)
         if reader is None:
             accepted = "; ".join(f"{title} ({', '.join(keys)})" for title, (keys, _) in FORMATS.items())
             raise InputError(f"{one.where}: keys", ", ".join(one.fields) or "nothing", accepted)

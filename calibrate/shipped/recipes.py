@@ -156,10 +156,10 @@ def fit_sections(
 
     Raises InputError for an unknown section.
     """
-    listed = JsonObject(fields=sections, where="recipes: sections")
-    listed.only(tuple(fits))
+    recipes = JsonObject(fields=sections, where="recipes: sections")
+    recipes.only(tuple(fits))
     profile = report.profile
-    fitted = {name: fits[name](listed.child(name), profile) for name in fits if listed.has(name)}
+    fitted = {name: fits[name](recipes.child(name), profile) for name in fits if recipes.has(name)}
     operations = dict(profile.operations) | {name: one.operation for name, one in fitted.items()}
     profile = replace(
         profile,

@@ -50,9 +50,9 @@ def error_line(error: KvrsimError, command: Any) -> str:
     return text
 
 
-def nearest(text: str, known: Iterable[str]) -> str | None:
+def nearest(text: str, names: Iterable[str]) -> str | None:
     """The known word nearest to a misspelt one; None if no word is near or `text` is known."""
-    words = list(known)
+    words = list(names)
     near = [word for word in words if len(text) > 2 and word.startswith(text.lower())]
     near += get_close_matches(text.lower(), words, n=1, cutoff=0.7)
     return near[0] if near and text not in words else None
@@ -94,10 +94,10 @@ def usage_line(error: click.ClickException, command: Any) -> str:
             return f"{error.option_name}: got nothing, accepted: {_accepted(option)}"
     group: Any = getattr(context, "command", None)
     if hasattr(group, "list_commands"):
-        commands, given = group.list_commands(context), _NO_SUCH_COMMAND.search(message)
-        meant = nearest(given[1], commands) if given else None
+        commands, match = group.list_commands(context), _NO_SUCH_COMMAND.search(message)
+        meant = nearest(match[1], commands) if match else None
         accepted = ", ".join(commands) if meant is None else f"those of {full} --help"
-        value = f"'{given[1]}'" if given else "nothing"
+        value = f"'{match[1]}'" if match else "nothing"
         return _with_hint(f"command of {full}: got {value}, accepted: {accepted}", meant and f"{full} {meant}")
     if extra := _EXTRA_ARGUMENT.search(message):
         return f"arguments: got '{extra[1]}', accepted: none but the options of {full}"

@@ -70,16 +70,17 @@ def takes(
         declared |= {one.name: one.default for one in own}
 
         def command(**values: Any) -> None:
-            given = {name: value for name, value in values.items() if value is not None}
+            options = {name: value for name, value in values.items() if value is not None}
             for name in places:
-                if (value := given.pop(f"{name}_", None)) is not None:
-                    if name in given:
-                        raise InputError(name, value, f"the option or the argument, not both (--{name} {given[name]})")
-                    given[name] = value
-                elif name not in given and declared[name].default is REQUIRED:
+                if (value := options.pop(f"{name}_", None)) is not None:
+                    if name in options:
+                        both = f"--{name} {options[name]}"
+                        raise InputError(name, value, f"the option or the argument, not both ({both})")
+                    options[name] = value
+                elif name not in options and declared[name].default is REQUIRED:
                     raise InputError(name, "nothing", declared[name].help)
-            parts = [group.take(given, fixed) for group in groups]
-            rest = {one.name: one.default.read(given.get(one.name), one.name) for one in own}
+            parts = [group.take(options, fixed) for group in groups]
+            rest = {one.name: one.default.read(options.get(one.name), one.name) for one in own}
             function(*parts, **rest)
 
         parameters: list[click.Parameter] = [_place(name, declared[name]) for name in places]
@@ -114,22 +115,22 @@ def _place(name: str, declared: Option) -> click.Argument:
     return Place([f"{name}_"], metavar=name.upper(), required=False, about=declared.help)
 
 
-def _parameter(name: str, known: Option, default: Any) -> click.Parameter:
+def _parameter(name: str, declaration: Option, default: Any) -> click.Parameter:
     """Make a parameter of Click from an argument; its values are texts, which the argument's check reads."""
     is_required = default is REQUIRED
-    if known.positional:
-        count = -1 if known.metavar.endswith("...") else 1
-        return Place([name], metavar=known.metavar, required=is_required, nargs=count, about=known.help)
-    if known.check is flag:
+    if declaration.positional:
+        count = -1 if declaration.metavar.endswith("...") else 1
+        return Place([name], metavar=declaration.metavar, required=is_required, nargs=count, about=declaration.help)
+    if declaration.check is flag:
         about: dict[str, Any] = {"is_flag": True, "default": default}
     else:
         text = ",".join(default) if isinstance(default, tuple) else None if default is None else str(default)
-        about = {"metavar": known.metavar, "required": is_required, "show_default": True}
+        about = {"metavar": declaration.metavar, "required": is_required, "show_default": True}
         about |= {} if is_required else {"default": text}
-        about["shell_complete"] = functools.partial(_completion, name, known.metavar)
-    spelling = known.spelling or (f"--{name.replace('_', '-')}",)
-    made = click.Option([*spelling, name], help=known.help, **about)
-    made.section = known.section  # type: ignore[attr-defined]  # read by kvrsim.cli.help
+        about["shell_complete"] = functools.partial(_completion, name, declaration.metavar)
+    spelling = declaration.spelling or (f"--{name.replace('_', '-')}",)
+    made = click.Option([*spelling, name], help=declaration.help, **about)
+    made.section = declaration.section  # type: ignore[attr-defined]  # read by kvrsim.cli.help
     return made
 
 

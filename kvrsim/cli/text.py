@@ -106,11 +106,11 @@ def _row(
         for cell, width, number, style in zip(cells, widths, numbers, styles, strict=False)
     ]
     for texts in zip_longest(*wrapped, fillvalue=""):
-        shown = (
+        lines = (
             " " * (number * (width - len(text))) + _styled(text, style) + " " * (not number and width - len(text))
             for text, (width, number, style) in zip(texts, about, strict=True)
         )
-        yield gap.join(shown).rstrip()
+        yield gap.join(lines).rstrip()
 
 
 def _wrapped(text: str, width: int) -> list[str]:
@@ -154,8 +154,8 @@ def _fitted(part: Part, width: int, *, terminal: bool) -> Iterator[str | Table |
             yield from _stacked(part)
             return
         yield table
-        shown = {column.title for column in table.columns}
-        if gone := [column.label for column in part.columns if column.title not in shown]:
+        titles = {column.title for column in table.columns}
+        if gone := [column.label for column in part.columns if column.title not in titles]:
             yield Text(f"columns hidden for lack of width: {', '.join(gone)}", "dim")
 
 
@@ -223,9 +223,9 @@ def blocks_text(query_blocks: Sequence[int]) -> str:
 def stages_text(pieces: Sequence[int], layers: Sequence[int]) -> str:
     """Pieces and stages of a pipeline: "12 pieces of 14784, 8448, ... tokens; stages of 8 × 4 layers"."""
     runs = [(piece, len(list(same))) for piece, same in groupby(pieces)]
-    shown = ", ".join(f"{count} × {piece}" if count > 1 else str(piece) for piece, count in runs)
+    text = ", ".join(f"{count} × {piece}" if count > 1 else str(piece) for piece, count in runs)
     stages = format_partition(layers, room=4 * len(layers))
-    return f"{len(pieces)} piece{'s' * (len(pieces) != 1)} of {shown} tokens; stages of {stages} layers"
+    return f"{len(pieces)} piece{'s' * (len(pieces) != 1)} of {text} tokens; stages of {stages} layers"
 
 
 def round_up_percent(share: float) -> str:
@@ -301,9 +301,9 @@ def misfit_row(strategy: str, memory: Sequence[RankMemory], limit_bytes: int) ->
     worst = max(over, key=lambda rank: memory[rank].total)
     needs = f"{format_bytes(memory[worst].total)} of {format_bytes(limit_bytes)}"
     parts = sorted(memory[worst].at_peak.items(), key=lambda part: -part[1])
-    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
+    sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
     others = f"; {len(over) - 1} other ranks need more than the limit, too" if len(over) > 1 else ""
-    return "", f"{strategy}, rank {worst} needs {needs}: {listed}{others}"
+    return "", f"{strategy}, rank {worst} needs {needs}: {sizes}{others}"
 
 
 def mean_change(noisy: Distribution) -> str:

@@ -21,19 +21,19 @@ def read_text(path: str | Path, argument: str, *, what: str, most_bytes: int) ->
     what: the file, for messages, such as "a CSV file". Raises InputError naming `argument` where the file cannot be
     read, has more than `most_bytes`, or is not text.
     """
-    shown = " ".join(str(path).split())
+    name = " ".join(str(path).split())
     try:
         with Path(path).open("rb") as file:
             content = file.read(most_bytes + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a path"
-        raise InputError(argument, shown, f"{what} that can be read ({reason})") from None
+        raise InputError(argument, name, f"{what} that can be read ({reason})") from None
     if len(content) > most_bytes:
-        raise InputError(argument, shown, f"{what} of at most {most_bytes // 2**20} MiB")
+        raise InputError(argument, name, f"{what} of at most {most_bytes // 2**20} MiB")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise InputError(argument, shown, f"{what}, as text in UTF-8") from None
+        raise InputError(argument, name, f"{what}, as text in UTF-8") from None
 
 
 def write_atomically(path: str | Path, data: bytes, *, argument: str) -> None:

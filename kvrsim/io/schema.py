@@ -176,11 +176,11 @@ class JsonObject:
 
     def only(self, keys: Iterable[str]) -> None:
         """Refuse keys that are not among `keys`; keys that begin with _ are comments."""
-        known = list(keys)
+        accepted = list(keys)
         for key, value in self.fields.items():
-            if key not in known and value is not None and not key.startswith("_"):
+            if key not in accepted and value is not None and not key.startswith("_"):
                 place = f"{self.where}: key in {self.key_path[:-1]}" if self.key_path else f"{self.where}: key"
-                raise InputError(place, key, ", ".join(known))
+                raise InputError(place, key, ", ".join(accepted))
 
     def without(self, *keys: str) -> JsonObject:
         """The object without some of its keys."""
@@ -270,16 +270,16 @@ def _is_finite(number: float) -> bool:
     return -sys.float_info.max <= number <= sys.float_info.max
 
 
-def read(cls: type[T], data: JsonObject, **given: Any) -> T:
+def read(cls: type[T], data: JsonObject, **fixed_values: Any) -> T:
     """Make an object of `cls` from the keys of a JSON object; `given` fields replace those of the file.
 
     Raises InputError that names the file and the key path, the value and what is accepted.
     """
-    known = _fields(cls)  # type: ignore[arg-type]
-    data.only(known)
-    values = dict(given)
-    for name, (kind, required) in known.items():
-        if name in given:
+    fields = _fields(cls)  # type: ignore[arg-type]
+    data.only(fields)
+    values = dict(fixed_values)
+    for name, (kind, required) in fields.items():
+        if name in fixed_values:
             continue
         if data.has(name):
             values[name] = kind.read(data.fields[name], name, data)
@@ -290,7 +290,7 @@ def read(cls: type[T], data: JsonObject, **given: Any) -> T:
     try:
         return cls(**values)
     except InputError as error:
-        if _FIELD.split(error.parameter, maxsplit=1)[0] not in known:
+        if _FIELD.split(error.parameter, maxsplit=1)[0] not in fields:
             raise
         raise data.error(error.parameter, error.accepted, error.value) from None
 

@@ -202,8 +202,8 @@ class BlockedRates:
             end = call.prefix + call.chunk
             from_0 = self._causal_cost * self._half(end) * self._factor(end)
             return self._called_s(call, batch, np.minimum(self._covered(call) * self._factor(call.chunk), from_0))
-        here, cut = self._covered(call), self._cut(call)
-        from_0 = self._causal_cost * (call.causal + 0.5 * call.prefix * call.prefix) + cut
+        here, bounds = self._covered(call), self._cut(call)
+        from_0 = self._causal_cost * (call.causal + 0.5 * call.prefix * call.prefix) + bounds
         if self.measured is None:
             return self._called_s(call, batch, np.minimum(here, from_0))
         here, from_0 = here * self.measured.least_factor(call.chunk), from_0 * min(self.measured.factors)
@@ -348,8 +348,8 @@ class FlashRates:
             within = np.ceil((call.reach + 2 * rows) / self.key_block)  # the window's edges may cut blocks
             first, most = np.minimum(first, within), np.minimum(most, within)
             dear = np.minimum(dear, (self.diagonal_cost - 1.0) * within)
-            seen = (call.causal / np.maximum(call.chunk, 1.0) + 2 * rows) / self.key_block + 1.0
-            mean = np.minimum(mean, np.clip(seen, first, most))
+            blocks = (call.causal / np.maximum(call.chunk, 1.0) + 2 * rows) / self.key_block + 1.0
+            mean = np.minimum(mean, np.clip(blocks, first, most))
         if np.any(dear):
             mean = mean + dear * (0.5 if self.causal else 1.0)
         longest_s = (most + dear) * step_s + self.tile_s

@@ -262,7 +262,7 @@ class RoutedExperts:
         """Share of the tokens that have an expert on a given GPU, if all experts are equally likely."""
         own, per_tok = self.layer.num_experts, self.layer.num_experts_per_tok
         every = own * self.placement.num_gpus
-        return 1.0 - prod(max(0.0, every - own - drawn) / (every - drawn) for drawn in range(per_tok))
+        return 1.0 - prod(max(0.0, every - own - draw) / (every - draw) for draw in range(per_tok))
 
     @property
     def dispatched_bytes(self) -> float:

@@ -206,8 +206,8 @@ class GemmRates:
 
     def measured_shape(self, product: Product) -> MeasuredShape | None:
         """The times of the product's weight matrix; None if not measured."""
-        wanted = product.in_features, product.out_features
-        same = (shape for shape in self.measured if (shape.in_features, shape.out_features) == wanted)
+        features = product.in_features, product.out_features
+        same = (shape for shape in self.measured if (shape.in_features, shape.out_features) == features)
         return next(same, None) if product.num_matrices == 1 else None
 
     def product_s(self, rows: Array, product: Product, element_bytes: Width) -> Array:

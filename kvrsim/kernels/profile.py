@@ -253,8 +253,8 @@ def builtin_profiles() -> tuple[str, ...]:
 
 def profiles_with(kernel: str, gpu: str) -> tuple[str, ...]:
     """Names of the built-in profiles of a GPU that have rates for an attention kernel."""
-    known = ((name, load_profile(name)) for name in builtin_profiles())
-    return tuple(name for name, profile in known if profile.gpu == gpu and kernel in profile.attention_kernels)
+    profiles = ((name, load_profile(name)) for name in builtin_profiles())
+    return tuple(name for name, profile in profiles if profile.gpu == gpu and kernel in profile.attention_kernels)
 
 
 def load_profile(name_or_path: str | Path, argument: str = "profile") -> CalibrationProfile:

@@ -236,8 +236,8 @@ class SparseCost(MixerCost):
     def kernels(self) -> int:
         """Number of kernels: scores and choice, attention, the absorbed products, and the copy into the cache."""
         indexer = self.mixer.indexer
-        chosen = 0 if indexer is None or indexer.shared else 2
-        return chosen + 1 + 2 * (self._absorb is not None) + (self.traits.copies.own > 0)
+        extra = 0 if indexer is None or indexer.shared else 2
+        return extra + 1 + 2 * (self._absorb is not None) + (self.traits.copies.own > 0)
 
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
         """Seconds of scores, choice and attention of the chunk."""

@@ -95,8 +95,8 @@ def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
     the key.
     """
     name = str(name_or_path)
-    if (known := known_shape(name)) is not None:
-        known_name, shape, positions = known
+    if (catalogue_shape := known_shape(name)) is not None:
+        known_name, shape, positions = catalogue_shape
         same = load_model(shape, argument)
         return replace(same, name=known_name, max_position_embeddings=positions or same.max_position_embeddings)
     path = config_path(name, argument)
@@ -197,8 +197,8 @@ def read_config(config: JsonObject, name: str) -> ModelSpec:
 
 def _dtype_of(config: JsonObject) -> str | None:
     """Dtype of a checkpoint's weights, from either key of transformers; None: absent or converted by engines."""
-    given = config.fields.get("dtype") or config.fields.get("torch_dtype")
-    return _DTYPES.get(given) if isinstance(given, str) else None
+    name = config.fields.get("dtype") or config.fields.get("torch_dtype")
+    return _DTYPES.get(name) if isinstance(name, str) else None
 
 
 def read_type(config: JsonObject, name: str) -> ModelSpec:

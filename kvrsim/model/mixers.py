@@ -210,8 +210,8 @@ class CompressedAttention(_Mixer):
         """Short name for tables."""
         if not self.compress_ratio:
             return f"window of {self.sliding_window}"
-        chosen = "" if self.indexer is None else f", best {self.indexer.top_k}"
-        return f"entries of {self.compress_ratio} tokens{chosen}, window of {self.sliding_window}"
+        best = "" if self.indexer is None else f", best {self.indexer.top_k}"
+        return f"entries of {self.compress_ratio} tokens{best}, window of {self.sliding_window}"
 
     @property
     def v_head_dim(self) -> int:

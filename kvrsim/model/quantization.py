@@ -157,13 +157,13 @@ def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
     else:  # a file with an algorithm alone is NVIDIA ModelOpt's
         method = "modelopt" if data.has("quant_algo") else "method not named"
     short = method.lower().replace("-", "_").split("/")[-1].removesuffix("_marlin")
-    known = sorted({"compressed_tensors", *_table()["methods"]} - {"integers"})
-    if short not in known:
-        raise InputError(f"{outer.where}: {outer.key_path}quant_method", method, ", ".join(known))
-    named = _named_layers(data)
+    methods = sorted({"compressed_tensors", *_table()["methods"]} - {"integers"})
+    if short not in methods:
+        raise InputError(f"{outer.where}: {outer.key_path}quant_method", method, ", ".join(methods))
+    layers = _named_layers(data)
     # In an FP8 model whose experts are quantised a second time, the first list ("ignore") applies only to this step.
-    lists = _SKIPPED[1:] if named and short == "fp8" else _SKIPPED
-    rules = [*_exceptions(data), *(_Rule(weights=None, only=_modules(data, one)) for one in lists), *named]
+    lists = _SKIPPED[1:] if layers and short == "fp8" else _SKIPPED
+    rules = [*_exceptions(data), *(_Rule(weights=None, only=_modules(data, one)) for one in lists), *layers]
     if config.text("expert_dtype", "").lower() == "fp4":  # DeepSeek-V4: experts computed in FP8, 8-bit exponents
         narrow = WeightFormat(compute="fp8_block", bits=4, scale_bits=8, group_inputs=32)
         rules.append(_Rule(weights=narrow, only=_EXPERTS, head=False))
@@ -256,8 +256,8 @@ def _rules(method: str, data: JsonObject) -> list[_Rule]:
         if data.fields.get("layer_type_quant_config"):
             raise data.error("layer_type_quant_config", "nothing: formats by names of layers")
         for name, layer in _children(data, "layer_quant_config").items():
-            named = _modules(data, f"layer_quant_config.{name}", [name])
-            rules.append(_Rule(weights=_format(entry, layer), only=named, head=False))
+            modules = _modules(data, f"layer_quant_config.{name}", [name])
+            rules.append(_Rule(weights=_format(entry, layer), only=modules, head=False))
         data = data.child("global_quant_config")
     weights = _format(entry, data, optional=method == "modelopt")
     only = Modules.named(entry["only"]) if "only" in entry else None
@@ -284,11 +284,11 @@ def _format(entry: Mapping[str, Any], data: JsonObject, *, optional: bool = Fals
         formats, places = entry["formats"], [_place(data, path) for path in entry["by"]]
         inner, key = next((place for place in places if place[0].has(place[1])), places[0])
         value = str(inner.fields.get(key) if inner.has(key) else entry.get("else")).lower()
-        chosen = formats.get(value, formats.get("*"))
-        if chosen is None and not optional:
+        choice = formats.get(value, formats.get("*"))
+        if choice is None and not optional:
             raise inner.error(key, ", ".join(formats))
-        chosen = formats[chosen] if isinstance(chosen, str) else chosen
-        return None if chosen is None else _format(chosen, data)
+        choice = formats[choice] if isinstance(choice, str) else choice
+        return None if choice is None else _format(choice, data)
     bits = _number(entry["bits"], data, minimum=2, maximum=8)
     group = _number(entry.get("group_inputs"), data, minimum=-1)
     compute, scale = entry["compute"], entry["scale_bits"]

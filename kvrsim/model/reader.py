@@ -628,13 +628,13 @@ class _Reader:
         value_dim = _symbol(int(output.in_features) // int(heads), _number("v_head_dim", module), head_dim)
         ordered = sorted(leaves, key=lambda path: path not in queries)
         projections = {path: layer.gemm(path, splits[path]) for path in ordered}
-        known = [_number("num_key_value_heads", one) for one in (module, config)]
+        counts = [_number("num_key_value_heads", one) for one in (module, config)]
         if keys:
             kv_heads = int(projections[keys[0]].out_features) // int(head_dim)
         elif fused:
             kv_heads = int(projections[fused[0]].out_features - heads * head_dim) // int(head_dim + value_dim)
         else:
-            kv_heads = known[0] or known[1] or heads
+            kv_heads = counts[0] or counts[1] or heads
             self.notes.append("layers that take K and V of an earlier layer project and cache none")
         if indexer is None:
             self._equal_products(layer, heads * (head_dim + value_dim))
@@ -648,7 +648,7 @@ class _Reader:
             projections=tuple(projections.values()),
             output=(output,),
             num_attention_heads=heads,
-            num_key_value_heads=_symbol(kv_heads, *known, heads),
+            num_key_value_heads=_symbol(kv_heads, *counts, heads),
             head_dim=head_dim,
             v_head_dim=value_dim,
             sliding_window=window,
@@ -698,8 +698,8 @@ class _Reader:
             self.notes.append(SHARED_INDEXERS)
             assert self._choice is not None
             return replace(self._choice, projections=(), shared=True)
-        named = layer.module.named_modules()
-        module: Any = next((one for path, one in named if path.rpartition(".")[2] == "indexer"), None)
+        modules = layer.module.named_modules()
+        module: Any = next((one for path, one in modules if path.rpartition(".")[2] == "indexer"), None)
         if module is None:
             return None
         own = [path for path in layer.inputs if ".indexer." in path]
@@ -737,20 +737,20 @@ class _Reader:
         output = layer.gemm(layer.last, "rows")
         elements = sum(one.numel() for one in states)
         kind: Any
-        named: tuple[str, ...] = ()
+        keys: tuple[str, ...] = ()
         if hasattr(module, "num_k_heads"):
-            kind, named = "gated_delta", ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+            kind, keys = "gated_delta", ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
         elif hasattr(module, "forget_gate"):
-            kind, named = "kda", ("num_heads", "num_heads", "head_dim", "head_dim")
+            kind, keys = "kda", ("num_heads", "num_heads", "head_dim", "head_dim")
         elif hasattr(module, "n_groups") and set(layer.inputs) <= {f"{name}.in_proj"}:
-            kind, named = "mamba2", ("n_groups", "num_heads", "ssm_state_size", "head_dim")
+            kind, keys = "mamba2", ("n_groups", "num_heads", "ssm_state_size", "head_dim")
         elif states or "ShortConv" in type(module).__name__:
             diagonal = any(path.endswith("A_log") and one.dim() > 1 for path, one in module.named_parameters())
             kind = "linear" if self.trace.within(layer.mixer_place) and not diagonal else "scan"
         else:
             raise RefusedError(f"{name} ({type(module).__name__})")
-        if named:
-            sizes = [getattr(module, size) for size in named]
+        if keys:
+            sizes = [getattr(module, size) for size in keys]
         else:
             width, heads = output.in_features, _number("num_heads", module) if kind == "linear" else None
             state = max(1, elements // int(width))  # a short convolution is a scan with one element per channel

@@ -108,31 +108,31 @@ def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = 
     """
     aliases, variants, legacy = kind["aliases"], kind["variants"], {*kind.get("legacy", ())}
     numbers = {key for variant in variants for key in variant["numbers"]}
-    given = {aliases.get(key, key): value for key, value in config.fields.items() if value is not None}
-    given = {key: value for key, value in given.items() if value not in ([], {}) or key in numbers}
-    whole = {key: value for key, value in given.items() if isinstance(value, int)}
+    fields = {aliases.get(key, key): value for key, value in config.fields.items() if value is not None}
+    fields = {key: value for key, value in fields.items() if value not in ([], {}) or key in numbers}
+    whole = {key: value for key, value in fields.items() if isinstance(value, int)}
     for key, difference in _DERIVED_WIDTHS:
         if (
             key not in kind["known"]
             and {*re.findall(r"\w+", difference)} <= {*whole}
             and not evaluate(difference, whole)
         ):
-            given.pop(key, None)
-    nulls = {aliases.get(key, key) for key, value in config.fields.items() if value is None} - {*given}
-    shapes = {key for key, value in given.items() if value and not _HARMLESS.search(key)}
-    config = replace(config, fields=given)
+            fields.pop(key, None)
+    nulls = {aliases.get(key, key) for key, value in config.fields.items() if value is None} - {*fields}
+    shapes = {key for key, value in fields.items() if value and not _HARMLESS.search(key)}
+    config = replace(config, fields=fields)
     for variant in variants:
-        known = {*kind["known"], *variant["fixed"], *variant["numbers"]}
+        keys = {*kind["known"], *variant["fixed"], *variant["numbers"]}
         # A list or an object must be one that the variant expects, or must define the kinds of layers.
-        unread = {key for key in shapes & known if isinstance(given[key], list | dict)}
+        unread = {key for key in shapes & keys if isinstance(fields[key], list | dict)}
         unread -= {*variant["order"]["seen"], *variant["fixed"], *variant["numbers"]}
-        if unread or any(key in legacy or _COUNTS.search(key) for key in shapes - known):
+        if unread or any(key in legacy or _COUNTS.search(key) for key in shapes - keys):
             continue
         model = _fill(kind["defaults"], variant, nulls, config, name)
         if model is not None:
             return model
-    known = {*kind["known"], *legacy, *(key for variant in variants for key in variant["fixed"])}
-    unknown = sorted(filter(_COUNTS.search, shapes - known))
+    keys = {*kind["known"], *legacy, *(key for variant in variants for key in variant["fixed"])}
+    unknown = sorted(filter(_COUNTS.search, shapes - keys))
     if unknown and not own:
         accepted = f"nothing: the layers are read as those of {kind['model_type']}, which lacks it"
         raise config.error(unknown[0], accepted)
@@ -142,22 +142,22 @@ def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = 
 def _fill(
     defaults: Mapping[str, Any], variant: Mapping[str, Any], nulls: set[str], config: JsonObject, name: str
 ) -> ModelSpec | None:
-    given, fixed = config.fields, variant["fixed"]
+    fields, fixed = config.fields, variant["fixed"]
     derived = {key: value[1:] for key, value in defaults.items() if isinstance(value, str) and value[:1] == "="}
     absent = nulls - {*derived}
-    values = {**defaults, **dict.fromkeys(absent, None), **given}
+    values = {**defaults, **dict.fromkeys(absent, None), **fields}
     for key in (*fixed, "tie_word_embeddings"):
-        if isinstance(defaults.get(key, False), bool) and given.get(key) is not None:
+        if isinstance(defaults.get(key, False), bool) and fields.get(key) is not None:
             config.flag(key, False)
     if any(values.get(key) != value for key, value in fixed.items()):
         return None
     numbers: dict[str, int] = {}
     for key in variant["numbers"]:
         default: Any = None if key in absent else defaults.get(key)
-        if key in derived and key not in given:
+        if key in derived and key not in fields:
             default = _derived(derived[key], numbers, config)
         default = default if isinstance(default, int) else None
-        if key not in given and default is None:
+        if key not in fields and default is None:
             return None
         numbers[key] = config.integer(key, default, minimum=0 if _MAY_BE_0.search(key) else 1, maximum=MAX_WIDTH)
     layers = _layers(variant, config, numbers)
@@ -165,7 +165,7 @@ def _fill(
         return None
     own = {"name": name, "num_hidden_layers": len(layers), "layers": []}
     model: ModelSpec = thaw({"ModelSpec": variant["model"] | own}, numbers)
-    tied = bool(given.get("tie_word_embeddings", model.tie_word_embeddings))
+    tied = bool(fields.get("tie_word_embeddings", model.tie_word_embeddings))
     return replace(model, layers=tuple(layers), tie_word_embeddings=tied)
 
 
@@ -211,10 +211,10 @@ def _check(kind: LayerSpec, config: JsonObject) -> None:
 
 
 def _order(
-    order: Mapping[str, Any], given: Mapping[str, Any], numbers: Mapping[str, int], count: int
+    order: Mapping[str, Any], fields: Mapping[str, Any], numbers: Mapping[str, int], count: int
 ) -> list[int] | None:
     """The kind of each layer, from lists in the configuration or a repeating sequence; None if unknown."""
-    lists = {key: list(map(str, given[key])) for key in order["seen"] if isinstance(given.get(key), list)}
+    lists = {key: list(map(str, fields[key])) for key in order["seen"] if isinstance(fields.get(key), list)}
     if any({*one} - {*order["seen"][key]} for key, one in lists.items()):
         return None
     if order["by"] and {*order["by"]} <= {*lists}:
@@ -260,8 +260,8 @@ def remote_type(config: JsonObject) -> Mapping[str, Any]:
     """The entry of remote_types.json for a configuration; empty if the type has no entry."""
     entries = _remote_types().get(config.text("model_type"), [])
     for entry in entries if isinstance(entries, list) else [entries]:
-        conditions = [(_value(dict(config.fields), key), wanted) for key, wanted in entry.get("when", {}).items()]
-        if all(value == wanted or (wanted == "*" and value) for value, wanted in conditions):
+        conditions = [(_value(dict(config.fields), key), accepted) for key, accepted in entry.get("when", {}).items()]
+        if all(value == accepted or (accepted == "*" and value) for value, accepted in conditions):
             return dict(entry)
     return {}
 
@@ -278,18 +278,18 @@ def translated(config: JsonObject) -> JsonObject:
         if _value(fields, key) not in (None, value):
             raise config.error(key, json.dumps(value), _value(fields, key))
     names, arrays = remote.get("names", {}), remote.get("arrays", {})
-    given = {new: _value(fields, old) for old, new in names.items() if new is not None}
+    values = {new: _value(fields, old) for old, new in names.items() if new is not None}
     for old, (new, words) in arrays.items():
         if (value := _value(fields, old)) is not None:
-            given[new] = fields.get(new) or _per_layer(config, old, value, words)
-    given = {key: value for key, value in given.items() if value is not None}
-    given |= {key: config.integer(key, maximum=MAX_WIDTH) // 2 for key in remote.get("halved", ())}
+            values[new] = fields.get(new) or _per_layer(config, old, value, words)
+    values = {key: value for key, value in values.items() if value is not None}
+    values |= {key: config.integer(key, maximum=MAX_WIDTH) // 2 for key in remote.get("halved", ())}
     gone = {*_NOT_SHAPES, *remote.get("without", ()), *(key.partition(".")[0] for key in (*names, *arrays))}
     if "as" in remote:
         gone.add("rope_scaling")
-        given["model_type"] = remote["as"]
+        values["model_type"] = remote["as"]
     fields = {key: value for key, value in fields.items() if key not in gone and not key.startswith("_")}
-    return replace(config, fields=fields | given)
+    return replace(config, fields=fields | values)
 
 
 def _per_layer(config: JsonObject, key: str, value: Any, words: Any) -> list[Any]:
@@ -299,8 +299,8 @@ def _per_layer(config: JsonObject, key: str, value: Any, words: Any) -> list[Any
             raise config.error(key, f"a sequence of {' '.join(words)}, an entry per layer", value)
         return [words[str(one)] for one in value]
     count = config.integer("num_hidden_layers", 1, maximum=MAX_LAYERS)
-    chosen = value if isinstance(value, list) else range(1, config.integer(key, minimum=0, maximum=MAX_LAYERS) + 1)
-    return [words[number in chosen] for number in range(1, count + 1)]
+    values = value if isinstance(value, list) else range(1, config.integer(key, minimum=0, maximum=MAX_LAYERS) + 1)
+    return [words[number in values] for number in range(1, count + 1)]
 
 
 def adapted(config: JsonObject, model: ModelSpec) -> ModelSpec:

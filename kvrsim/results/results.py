@@ -450,10 +450,10 @@ class Plan(Answer, OnFirstUse):
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         first = self.first.to_dict()
-        chosen = ("strategy", "partition", "ttft_s", "ttft_low_s", "ttft_high_s", "fits")
+        names = ("strategy", "partition", "ttft_s", "ttft_low_s", "ttft_high_s", "fits")
         content = self.question.header() | fields_to_json(self, "model", "profile", "cluster", "attention", "num_gpus")
         content |= self.memory_limit.to_dict() | {"context_len": self.context_len}
-        about = {key: first[key] for key in chosen} | {"ties": list(self.ties)} | self.first.users_to_dict()
+        about = {key: first[key] for key in names} | {"ties": list(self.ties)} | self.first.users_to_dict()
         content |= {"best": about if self.feasible else None, "nearest": None if self.feasible else about}
         content |= fields_to_json(self, "yardstick", "not_compared", "strategies", "bounds", "search", "rests_on")
         content |= fields_to_json(self, "interval_coverage", "promise", "limits", "shortfall")

@@ -246,9 +246,9 @@ def _names(
     links: dict[int, set[tuple[str, int]]] = {}
     for index, track in tracks.items():
         links.setdefault(spans[index].rank, set()).add(track)
-    for rank, named in enumerate(ranks):
+    for rank, names in enumerate(ranks):
         pid, of = first + rank, f"{name}, " if name else ""
-        yield from _named("process", pid, None, of + named)
+        yield from _named("process", pid, None, of + names)
         for label, tid in sorted({("compute", _COMPUTE), *links.get(rank, ())}, key=lambda track: track[1]):
             yield from _named("thread", pid, tid, label)
 

@@ -171,10 +171,10 @@ class Merged:
         if self.out is None:
             self.out, self.lse = out.float(), lse
             return
-        known, known_lse = self.out[:, :, first:], self.lse[:, :, first:]
-        share = torch.sigmoid(lse - known_lse).unsqueeze(-1)
-        known.copy_(torch.lerp(known, out.float(), share))
-        known_lse.copy_(torch.logaddexp(known_lse, lse))
+        earlier, earlier_lse = self.out[:, :, first:], self.lse[:, :, first:]
+        share = torch.sigmoid(lse - earlier_lse).unsqueeze(-1)
+        earlier.copy_(torch.lerp(earlier, out.float(), share))
+        earlier_lse.copy_(torch.logaddexp(earlier_lse, lse))
 
 
 def _mask(query: Any, length: int, window: int | None = None) -> Any:

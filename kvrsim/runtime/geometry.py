@@ -185,8 +185,8 @@ class Geometry:
 
         Both are None for a layer without a mixer.
         """
-        named = [(getattr(layer, mixer, None), output) for mixer, output in self.family.mixers]
-        return next(((one, getattr(one, output)) for one, output in named if hasattr(one, output)), (None, None))
+        modules = [(getattr(layer, mixer, None), output) for mixer, output in self.family.mixers]
+        return next(((one, getattr(one, output)) for one, output in modules if hasattr(one, output)), (None, None))
 
 
 def _layout(mixer: Mixer | None, config: Any, attention: Attention) -> Layout:

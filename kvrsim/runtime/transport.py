@@ -210,15 +210,15 @@ def device_id(device: Any) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def choose_backend(devices: Sequence[str | None], wanted: RankBackend | None) -> RankBackend:
+def choose_backend(devices: Sequence[str | None], backend: RankBackend | None) -> RankBackend:
     """Choose NCCL if each rank has its own GPU, else gloo. devices: `device_id` of each rank.
 
     Raises InputError if NCCL is requested and impossible.
     """
     distinct = None not in devices and len(set(devices)) == len(devices)
-    if wanted == "nccl" and not distinct:
+    if backend == "nccl" and not distinct:
         raise InputError("backend", "nccl", "gloo where ranks compute on a CPU or share a GPU")
-    return wanted or ("nccl" if distinct else "gloo")
+    return backend or ("nccl" if distinct else "gloo")
 
 
 @dataclasses.dataclass(slots=True)

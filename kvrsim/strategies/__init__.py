@@ -57,8 +57,8 @@ def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strat
 
     if is_file(strategy):
         return get_strategy(from_file(strategy, parameter), parameter)
-    known = ", ".join(STRATEGIES)
-    accepted = f"one of {known}, tpN+ before one, such as tp8+kvr-s, sizes such as tp4+pp2+cp2, or FILE.py:NAME"
+    names = ", ".join(STRATEGIES)
+    accepted = f"one of {names}, tpN+ before one, such as tp8+kvr-s, sizes such as tp4+pp2+cp2, or FILE.py:NAME"
     raise InputError(parameter, strategy, accepted)
 
 

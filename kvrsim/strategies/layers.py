@@ -54,13 +54,13 @@ TENSOR_PARALLEL = Strategy(
 def embedding(scenario: Scenario, chunk: Array, cost: CostModel) -> tuple[Op, ...]:
     """Cost of reading and writing one row per token; in a group, each GPU has a share of the rows."""
     nbytes = 4.0 * scenario.model.hidden_size  # bytes read and written per row, with two-byte elements
-    read = Compute(
+    lookup = Compute(
         name="embedding", device_s=cost.traffic_s(chunk, (Traffic("embedding", nbytes, 1),)), kind="embedding"
     )
     if scenario.group is None:
-        return (read,)
+        return (lookup,)
     summed = chunk * float(scenario.request.batch * scenario.model.hidden_size * scenario.request.dtype_bytes)
-    return read, all_reduce(scenario.group, summed, scenario.host.collective_s)
+    return lookup, all_reduce(scenario.group, summed, scenario.host.collective_s)
 
 
 def request(scenario: Scenario, chunk: Array, contexts: Sequence[int] | None = None) -> tuple[Op, ...]:
@@ -68,8 +68,8 @@ def request(scenario: Scenario, chunk: Array, contexts: Sequence[int] | None = N
 
     contexts: tokens of each prompt, if several begin together; None: the scenario's request.
     """
-    host, asked = scenario.host, scenario.request
-    each = [asked.batch * asked.context_len] if contexts is None else contexts
+    host, here = scenario.host, scenario.request
+    each = [here.batch * here.context_len] if contexts is None else contexts
     seconds = sum(host.request_s + host.token_s * tokens for tokens in each)
     return (_held("request", chunk, seconds),) if seconds else ()
 
@@ -116,8 +116,8 @@ def decode_step(scenario: Scenario, context: Array, cost: CostModel) -> tuple[Op
 
 def has_prefill(scenario: Scenario) -> bool:
     """Whether any token passes through the layers before the token of the decode step."""
-    asked = scenario.request
-    return scenario.engine is None or not scenario.engine.decode_step or asked.context_len > asked.cached_prefix + 1
+    request = scenario.request
+    return scenario.engine is None or not scenario.engine.decode_step or request.context_len > request.cached_prefix + 1
 
 
 def last_is_alike(scenario: Scenario, cost: CostModel) -> bool:
@@ -190,10 +190,10 @@ def prefix_load(strategy: Strategy, step: Step, rank: int) -> Load | None:
 
 def _inserted(ops: Iterable[Op], load: Load) -> Iterator[Op]:
     """Insert a load after the projections of a layer."""
-    listed = list(ops)
-    kinds = [op.kind if isinstance(op, Compute) else None for op in listed]
+    program = list(ops)
+    kinds = [op.kind if isinstance(op, Compute) else None for op in program]
     first = kinds.index("qkv") + 1 if "qkv" in kinds else 0
-    yield from (*listed[:first], load, *listed[first:])
+    yield from (*program[:first], load, *program[first:])
 
 
 def supported_prefix_access(strategy: Strategy, placement: PrefixPlacement, ranks: int) -> tuple[PrefixAccess, ...]:

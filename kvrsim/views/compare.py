@@ -122,9 +122,9 @@ def strategies(answers: Sequence[SavedAnswer], most: int | None = None) -> Table
     """TTFT of each answer's first `most` strategies, and its ratio to that in the first answer."""
     rows = _by_answer("strategy", answers, number=True)
     every = [{one.strategy: one for one in answer.strategies} for answer in answers]
-    for name in dict.fromkeys(name for named in every for name in [*named][:most]):
+    for name in dict.fromkeys(name for by_name in every for name in [*by_name][:most]):
         first, cells = every[0].get(name), list[str | Cell]()
-        for one in (named.get(name) for named in every):
+        for one in (by_name.get(name) for by_name in every):
             ratio = "" if one is None or first is None or one is first else f" ({one.ttft_s / first.ttft_s:.2f}×)"
             misfit = "" if one is None or one.fits else ", does not fit"
             cells.append(

@@ -158,9 +158,9 @@ def headed(head: Head, lanes_inches: float, left: float) -> tuple[Figure, Axes]:
 
 def set_lanes(axes: Axes, names: Sequence[str], unit: str) -> None:
     """Label the lanes, the first on top, and the axis below with `unit`; of many lanes, only some get labels."""
-    named = range(0, len(names), -(-len(names) // 32))
+    ticks = range(0, len(names), -(-len(names) // 32))
     axes.set_ylim(len(names) - 0.45, -0.55)
-    axes.set_yticks(named, [names[lane] for lane in named])
+    axes.set_yticks(ticks, [names[lane] for lane in ticks])
     axes.tick_params(axis="y", length=0, labelsize=9, colors=INK)
     axes.tick_params(axis="x", labelsize=8.5, colors=INK)
     axes.set_xlabel(unit, fontsize=9, color=INK, labelpad=2)

@@ -68,9 +68,9 @@ def is_pipeline(timeline: Timeline) -> bool:
 
 def legend_entries(spans: Iterable[Span], *, alternates: bool = True) -> dict[str, str]:
     """Labels and colours of all operations drawn, in the order of the legend."""
-    drawn = {operation_of(span.kind, span.op) for span in spans}
-    entries = {one.label: one.colour.light for one in OPERATIONS.values() if one in drawn}
-    if alternates and drawn & {OPERATIONS[op] for op in ("qkv", "attention", "output+mlp")}:
+    operations = {operation_of(span.kind, span.op) for span in spans}
+    entries = {one.label: one.colour.light for one in OPERATIONS.values() if one in operations}
+    if alternates and operations & {OPERATIONS[op] for op in ("qkv", "attention", "output+mlp")}:
         entries["odd layers: lighter"] = faded(OPERATIONS["attention"].colour.light)
     return entries
 

@@ -142,16 +142,16 @@ def _hashes(contents: Sequence[str]) -> str:
 def _header(page: Page) -> Html:
     command = command_line()
     facts = {**page.facts, "version": f"kvrsim {__version__}"}
-    listed = (
+    links = (
         tag("div", tag("dt", label), tag("dd", value), class_="long" if len(value) > _LONG else None)
         for label, value in facts.items()
         if value
     )
-    shown = () if command is None else (tag("p", tag("code", command, id="command"), class_="command"),)
+    code = () if command is None else (tag("p", tag("code", command, id="command"), class_="command"),)
     switch = tag("button", "Dark", id="kv-theme", type="button", class_="switch", aria_pressed="false")
     answer = (tag("p", line, class_="answer") for line in page.answer.split("\n") if line)
     question = tag("summary", " · ".join(filter(None, [*page.facts.values()][:_SHORT])) or "About this page")
-    folded = tag("details", question, tag("dl", *listed, class_="facts"), *shown, class_="question")
+    folded = tag("details", question, tag("dl", *links, class_="facts"), *code, class_="question")
     return tag("header", tag("div", tag("h1", page.title), switch, class_="top"), *answer, folded)
 
 
@@ -265,8 +265,8 @@ _LABELS = {"num_gpus": "GPUs", "context_len": "context", "dtype": "data type", "
 
 def facts_of(question: Question) -> dict[str, str]:
     """Every part of a question in words, by label."""
-    asked = question.to_dict() | {"cluster": question.cluster.describe()}
-    return {label_of(name): in_words(value, name) for name, value in asked.items() if value is not None}
+    fields = question.to_dict() | {"cluster": question.cluster.describe()}
+    return {label_of(name): in_words(value, name) for name, value in fields.items() if value is not None}
 
 
 def label_of(name: str) -> str:
@@ -356,11 +356,11 @@ class Summary:
 
     def to_html(self) -> str:
         """Escaped and compact markup, the answer first; a long table shows only its first rows."""
-        shown, left = self.rows[:_MOST_ROWS], len(self.rows) - _MOST_ROWS
-        more = [f"{left} more rows: to_frame() has all."] if left > 0 else []
-        listed = table(self.columns, shown, caption=self.caption, sortable=False)
+        first, rest = self.rows[:_MOST_ROWS], len(self.rows) - _MOST_ROWS
+        more = [f"{rest} more rows: to_frame() has all."] if rest > 0 else []
+        body = table(self.columns, first, caption=self.caption, sortable=False)
         notes = items([*more, *self.notes])
-        parts: tuple[Html, ...] = (tag("p", tag("strong", self.answer)), tag("p", self.question), listed)
+        parts: tuple[Html, ...] = (tag("p", tag("strong", self.answer)), tag("p", self.question), body)
         return tag("div", *parts, *((notes,) if more or self.notes else ()))
 
 

@@ -44,9 +44,9 @@ def _draw_ttfts(plan: Plan, line: str) -> Figure:
     most_s = min(longest_s, max(one.ttft_high_s for one in rows))
     over = "" if plan.yardstick is None else f"; ×: times as fast as {plan.yardstick}"
     with styled():
-        left = 0.03 + 0.0085 * max(len(one.strategy) for one in rows)
+        edge = 0.03 + 0.0085 * max(len(one.strategy) for one in rows)
         head = Head(title=answer(plan), subtitle=line, width=WIDTH)
-        figure, axes = headed(head, min(10.0, max(0.6, 0.34 * len(rows))), left)
+        figure, axes = headed(head, min(10.0, max(0.6, 0.34 * len(rows))), edge)
         set_lanes(
             axes, [one.strategy for one in rows], f"seconds to the first token; lines: prediction intervals{over}"
         )
@@ -113,7 +113,7 @@ def _gain(plan: Plan, one: StrategyResult) -> str:
 
 def plan_page(plan: Plan) -> html.Page:
     """Page of a plan that has the timelines of all its strategies."""
-    shown = [
+    timelines = [
         LabelledTimeline(
             name=one.strategy, title=f"{one.strategy}, TTFT {format_seconds(one.ttft_s)}: {one.title}", timeline=found
         )
@@ -126,12 +126,12 @@ def plan_page(plan: Plan) -> html.Page:
         answer="\n".join(sentences(plan)),
         facts=html.facts_of(plan.question),
         sections=[
-            gantt_section(several=len(shown) > 1),
+            gantt_section(several=len(timelines) > 1),
             html.Section(title="Strategies", lead=_bounds(plan), body=_strategies(plan)),
             memory_section(plan.memory_limit),
         ],
         notes=[plan.rests_on, *without(plan.warnings, "memory")],  # the table shows which strategies do not fit
-        data=timelines_data(shown) | {"memory": memory_data(memory, plan.memory_limit)},
+        data=timelines_data(timelines) | {"memory": memory_data(memory, plan.memory_limit)},
         scripts=SCRIPTS,
         strategies=[one.strategy for one in plan.strategies],
     )
@@ -147,19 +147,19 @@ def _bounds(plan: Plan) -> str:
 
 def _strategies(plan: Plan) -> html.Html:
     """The table, with the strategies' colours, their whole partitions, and their intervals as bars."""
-    listed = strategies_table(plan)
+    table = strategies_table(plan)
     span = html.span_of([(one.ttft_low_s, one.ttft_high_s) for one in plan.strategies])
     rows = [
         [_name_cell(plan, one), format_partition(one.partition, room=1000), *row[2:]]
-        for one, row in zip(plan.strategies, listed.rows, strict=True)
+        for one, row in zip(plan.strategies, table.rows, strict=True)
     ]
-    for place, column in enumerate(listed.columns):
+    for place, column in enumerate(table.columns):
         if "interval" in column.title:
             for one, row in zip(plan.strategies, rows, strict=True):
                 row[place] = html.interval_cell(one, one.strategy, span)
     names = [one.strategy for one in plan.strategies]
     return html.table(
-        listed.columns, rows, caption="Strategies with their TTFT and memory", ident="strategies", row_names=names
+        table.columns, rows, caption="Strategies with their TTFT and memory", ident="strategies", row_names=names
     )
 
 

@@ -60,8 +60,8 @@ def _title(result: SimResult) -> str:
 
 def page(result: SimResult) -> Page:
     """The interactive page."""
-    listed = ranks_table(result)
-    shown = [LabelledTimeline(name=result.strategy, title=answer(result), timeline=_timeline(result))]
+    rows = ranks_table(result)
+    timelines = [LabelledTimeline(name=result.strategy, title=answer(result), timeline=_timeline(result))]
     memory = {result.strategy: [rank.memory for rank in result.per_rank]}
     name = " ".join(interval_title(result.interval_coverage).split())
     likely = f"{name} {format_interval(result.ttft_low_s, result.ttft_high_s)}"
@@ -73,12 +73,12 @@ def page(result: SimResult) -> Page:
             gantt_section(several=False),
             Section(
                 title="Ranks",
-                body=table(listed.columns, listed.rows, caption="Ranks with their times and memory", ident="ranks"),
+                body=table(rows.columns, rows.rows, caption="Ranks with their times and memory", ident="ranks"),
             ),
             memory_section(result.memory_limit),
         ],
         notes=result.warnings,
-        data=timelines_data(shown)
+        data=timelines_data(timelines)
         | {"memory": memory_data(memory, result.memory_limit), "colour": variable("strategy", result.strategy)},
         scripts=SCRIPTS,
         strategies=[result.strategy],

@@ -176,8 +176,8 @@ def strategies_table(plan: Plan, *, short: bool = False) -> Table:
         Column(title="fits\n", hint=plan.memory_limit.describe()): not short,
         Column(title="engines\n", rank=4): short,
     }
-    shown = [replace(one, title=one.label) if short else one for one, is_shown in columns.items() if is_shown]
-    table = Table(columns=shown)
+    columns_here = [replace(one, title=one.label) if short else one for one, is_shown in columns.items() if is_shown]
+    table = Table(columns=columns_here)
     for one in rows:
         cells = (
             f"{one.strategy} {TIED}" if plan.feasible and one.is_tied else one.strategy,

@@ -52,24 +52,24 @@ def gantt_section(*, several: bool) -> Section:
     )
 
 
-def timelines_data(shown: Sequence[LabelledTimeline]) -> dict[str, Any]:
+def timelines_data(timelines: Sequence[LabelledTimeline]) -> dict[str, Any]:
     """Data for SCRIPTS: the timelines and their legend."""
-    return {"timelines": [to_data(one) for one in shown], "legend": legend(one.timeline for one in shown)}
+    return {"timelines": [to_data(one) for one in timelines], "legend": legend(one.timeline for one in timelines)}
 
 
-def to_data(shown: LabelledTimeline) -> dict[str, Any]:
+def to_data(one: LabelledTimeline) -> dict[str, Any]:
     """Plain JSON values, as assets/spans.js reads them."""
-    timeline = shown.timeline
+    timeline = one.timeline
     tick_s = max(_FINEST_S, timeline.end_s / _MOST_TICKS)
     kinds: dict[tuple[Any, ...], int] = {}
     lanes: dict[tuple[int, bool], list[tuple[Span, str]]] = {}
-    bases = timeline.bases if shown.basis is None and timeline.bases else (shown.basis or "",) * len(timeline.spans)
+    bases = timeline.bases if one.basis is None and timeline.bases else (one.basis or "",) * len(timeline.spans)
     for span, basis in zip(timeline.spans, bases, strict=True):
         lanes.setdefault((span.rank, span.kind == "transfer"), []).append((span, basis))
     return {
-        "name": shown.name,
-        "title": shown.title,
-        "memory": shown.memory or shown.name,
+        "name": one.name,
+        "title": one.title,
+        "memory": one.memory or one.name,
         "ranks": timeline.num_ranks,
         "rank_names": list(timeline.rank_names),
         "end_s": timeline.end_s,

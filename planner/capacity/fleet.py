@@ -281,10 +281,10 @@ def route(new_tokens: Lengths, services: Mapping[GroupType, Service], fleet: Fle
     -1: the prompt fits in no group's memory.
     """
     target = np.searchsorted(np.array([group.most_new for group in fleet[:-1]]), new_tokens)
-    chosen = np.full(len(new_tokens), -1, dtype=np.int64)
+    choice = np.full(len(new_tokens), -1, dtype=np.int64)
     for index, group in enumerate(fleet):
-        chosen[(target <= index) & (chosen < 0) & np.isfinite(services[group.type].ttft_s)] = index
-    return chosen
+        choice[(target <= index) & (choice < 0) & np.isfinite(services[group.type].ttft_s)] = index
+    return choice
 
 
 def run_fleet(

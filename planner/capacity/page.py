@@ -107,11 +107,11 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
             f" {decoders.context_tokens} tokens; at most {decoders.sequences_at_once} sequences at once, TPOT at most"
             f" {format_seconds(decoders.tpot_s)}",
         )
-    read, lengths = plan.workload, plan.workload["context_tokens"]
-    rate = "" if read["rate_per_s"] is None else f", {read['rate_per_s']:.3g} a second"
+    workload, lengths = plan.workload, plan.workload["context_tokens"]
+    rate = "" if workload["rate_per_s"] is None else f", {workload['rate_per_s']:.3g} a second"
     contexts = f"contexts of {lengths['p50']} (p50), {lengths['p99']} (p99) and at most {lengths['max']} tokens"
-    counts = f"{read['requests']} in {read['duration_s']:.6g} s{rate}"
-    yield "requests", f"{counts}; {contexts}, {read['cached_share']:.0%} of them cached"
+    counts = f"{workload['requests']} in {workload['duration_s']:.6g} s{rate}"
+    yield "requests", f"{counts}; {contexts}, {workload['cached_share']:.0%} of them cached"
 
 
 def group_table(plan: CapacityPlan) -> Table:
@@ -162,7 +162,7 @@ def figure(plan: CapacityPlan) -> Figure:
     points = plan.pareto()
     priced = any(point.cost_per_hour is not None for point in points)
     cost = [point.cost_per_hour or point.num_gpus for point in points]
-    chosen = plan.first
+    fleet = plan.first
     head = Head(title=verdict(plan), subtitle=_question(plan), width=_WIDTH)
     with styled():
         panes = drawing(_WIDTH, _HEIGHT + head.height)
@@ -170,10 +170,10 @@ def figure(plan: CapacityPlan) -> Figure:
         axes = panes.add_axes((0.11, 0.15 * height, 0.86, 0.82 * height))
         axes.plot(cost, [point.target_ttft_s for point in points], "o-", color=_BLUE, drawstyle="steps-post")
         axes.axhline(plan.slo_ttft_s, color=_ORANGE, label=f"target {format_seconds(plan.slo_ttft_s)}")
-        if math.isfinite(chosen.target_ttft_s):
+        if math.isfinite(fleet.target_ttft_s):
             axes.plot(
-                [chosen.cost_per_hour or chosen.num_gpus],
-                [chosen.target_ttft_s],
+                [fleet.cost_per_hour or fleet.num_gpus],
+                [fleet.target_ttft_s],
                 "o",
                 color=_ORANGE,
                 markersize=9,

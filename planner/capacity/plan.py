@@ -177,9 +177,9 @@ def _would_meet(
 def _limits(scenario: Scenario, limits: FleetLimits, policy: StrategyPolicy) -> FleetLimits:
     """The limits with only those group sizes that some strategy supports. Raises InputError if there are none."""
     if not (sizes := tuple(size for size in limits.sizes if policy.layouts(scenario.on_gpus(size)))):
-        named = ",".join(label_of(one) for one in policy.names or ())
+        text = ",".join(label_of(one) for one in policy.names or ())
         where = "".join(f" and that {engine.title} has" for engine in policy.engines)
-        raise InputError("strategies", named, f"a strategy that runs on {groups_of(limits.sizes)}{where}")
+        raise InputError("strategies", text, f"a strategy that runs on {groups_of(limits.sizes)}{where}")
     return replace(limits, sizes=sizes)
 
 

@@ -122,20 +122,20 @@ def _sizes(sizes: tuple[int, ...] | None, gpus_per_node: int | None) -> tuple[in
     return sizes
 
 
-def _prices(given: float | str | Mapping[int, float] | None, sizes: tuple[int, ...]) -> dict[int, float]:
+def _prices(table: float | str | Mapping[int, float] | None, sizes: tuple[int, ...]) -> dict[int, float]:
     """One price for all groups, or one per group size: "1=2.0,2=2.0,4=2.4,8=3.1"."""
     argument = "price_per_gpu_hour"
-    if given is None:
+    if table is None:
         return {}
-    prices: Mapping[int, Any] = dict.fromkeys(sizes, given)
-    if isinstance(given, Mapping):
-        prices = given
-    elif isinstance(given, str) and "=" in given:
-        pairs = [pair.partition("=") for pair in given.split(",")]
+    prices: Mapping[int, Any] = dict.fromkeys(sizes, table)
+    if isinstance(table, Mapping):
+        prices = table
+    elif isinstance(table, str) and "=" in table:
+        pairs = [pair.partition("=") for pair in table.split(",")]
         prices = {parse_count(size.strip(), argument, maximum=_MOST_GPUS_PER_GROUP): price for size, _, price in pairs}
     by_size = {size: parse_number(price, argument, above=0, most=1e6) for size, price in prices.items()}
     if missing := [size for size in sizes if size not in by_size]:
-        raise InputError(argument, given, f"a price for groups of {missing[0]} too, or one price for all")
+        raise InputError(argument, table, f"a price for groups of {missing[0]} too, or one price for all")
     return {size: by_size[size] for size in sizes}
 
 

@@ -52,9 +52,9 @@ def trace_interval(ttft_s: Array, percentile: float, seed: int) -> Ends:
     thresholds = np.unique(np.concatenate([ordered[spaced], ordered[-_THRESHOLDS:]]))
     parts = np.array_split(ttft_s, blocks)
     counts = [np.searchsorted(np.sort(part), thresholds, side="right") for part in parts]
-    drawn = np.random.default_rng(seed).multinomial(blocks, np.full(blocks, 1 / blocks), size=_DRAWS)
-    within = drawn @ np.array(counts, dtype=float)
-    sizes = drawn @ np.array([len(part) for part in parts], dtype=float)
+    draws = np.random.default_rng(seed).multinomial(blocks, np.full(blocks, 1 / blocks), size=_DRAWS)
+    within = draws @ np.array(counts, dtype=float)
+    sizes = draws @ np.array([len(part) for part in parts], dtype=float)
     reached = (within >= np.ceil(percentile / 100 * sizes - 1e-9)[:, None]).argmax(axis=1)
     low, high = np.quantile(thresholds[reached], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], method="inverted_cdf")
     return min(float(low), value_s), max(float(high), value_s)
@@ -87,8 +87,8 @@ class GroupAnswer:
 
     def groups(self) -> str:
         """Describe the groups: "3 × 8 GPUs (tp4+kvr-s)"."""
-        named = "" if self.weights == WHOLE else f" ({self.strategy})"
-        return f"{self.replicas} × {self.gpus_per_group} GPU{'s' * (self.gpus_per_group > 1)}{named}"
+        suffix = "" if self.weights == WHOLE else f" ({self.strategy})"
+        return f"{self.replicas} × {self.gpus_per_group} GPU{'s' * (self.gpus_per_group > 1)}{suffix}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,8 +189,8 @@ class Infeasible:
 def groups_of(sizes: Sequence[int]) -> str:
     """Describe the sizes: "groups of 1, 2 and 4 GPUs"."""
     *first, last = map(str, sizes)
-    listed = f"{', '.join(first)} and {last}" if first else last
-    return f"groups of {listed} GPU{'' if listed == '1' else 's'}"
+    text = f"{', '.join(first)} and {last}" if first else last
+    return f"groups of {text} GPU{'' if text == '1' else 's'}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

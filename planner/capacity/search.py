@@ -383,7 +383,7 @@ class FleetSearch:
     def mixed(self, earlier: Sequence[Fit]) -> list[Fit]:
         """The earlier fits and the fits of designs with two buckets: at all cuts, then at cuts near the best ones."""
         pairs = [pair for pair in itertools.product(self._best_types(), repeat=2) if pair[0].gpus <= pair[1].gpus]
-        fits = self.fits([self._design(pair, (cut,)) for cut in self._cuts() for pair in pairs], earlier)
+        fits = self.fits([self._design(pair, (border,)) for border in self._cuts() for pair in pairs], earlier)
         best = [fit for fit in fits if len(fit.design) == 2][:_REFINED]
         return self.fits([design for fit in best for design in self._finer(fit.design)], fits)
 
@@ -558,19 +558,19 @@ class FleetSearch:
         work = np.cumsum(new.astype(float))
         by_work = [new[np.searchsorted(work, share * work[-1])] for share in _WORK_QUANTILES]
         by_count = [new[int(share * (len(new) - 1))] for share in _REQUEST_QUANTILES]
-        return self._usable(int(cut) for cut in (*by_work, *by_count))
+        return self._usable(int(border) for border in (*by_work, *by_count))
 
     def _finer(self, design: Fleet) -> Iterator[Fleet]:
         """Designs with the same types of groups and nearby cuts."""
-        cut = design[0].most_new
-        for near in self._usable(int(cut * 2.0**step) for step in _FINER):
+        border = design[0].most_new
+        for near in self._usable(int(border * 2.0**step) for step in _FINER):
             yield self._design([group.type for group in design], (near,))
 
     def _usable(self, cuts: Iterable[int]) -> list[int]:
         """Cuts rounded to a sixteenth of the power of two below them, so that they are easy to read."""
-        steps = ((cut, 1 << max(0, cut.bit_length() - 5)) for cut in cuts)
-        rounded = {max(1, round(cut / step) * step) for cut, step in steps}
-        return sorted(cut for cut in rounded if cut < self.longest)
+        steps = ((border, 1 << max(0, border.bit_length() - 5)) for border in cuts)
+        rounded = {max(1, round(border / step) * step) for border, step in steps}
+        return sorted(border for border in rounded if border < self.longest)
 
 
 def _high_s(answer: FleetAnswer) -> float:

@@ -113,13 +113,13 @@ class StrategyPolicy:
         return all(engine.has(strategy, scenario) for engine in self.engines)
 
     def _candidates(self, scenario: Scenario) -> tuple[Strategy, ...]:
-        named = [one for one in self.names or () if one != "all"]
+        names = [one for one in self.names or () if one != "all"]
         every = "all" in (self.names or ())
         if scenario.num_gpus == 1:  # on one GPU, all strategies of single GPUs are `single`
-            alone = not named or every or any(get_strategy(one).group_size in (1, None) for one in named)
+            alone = not names or every or any(get_strategy(one).group_size in (1, None) for one in names)
             candidates = distinct(("single",) if alone else ())
         else:
-            candidates = distinct((*all_for(scenario)[0], *named) if every else named or _usual(scenario))
+            candidates = distinct((*all_for(scenario)[0], *names) if every else names or _usual(scenario))
         return tuple(one for one in candidates if self._allows(one, scenario))
 
 
@@ -282,8 +282,8 @@ class Prefills:
         finish_s = np.empty((len(chunks), self.num_ranks))
         for rows in _alike(chunks.sum(axis=1)):
             scenario = self.at(cached_prefix, int(chunks[rows[-1]].sum()))
-            used = with_step_time(scenario, "p90") if long_steps else scenario
-            finish_s[rows] = run.finish_s(used, self.strategy, chunks[rows]) + self._host_s(chunks[rows], scenario)
+            own = with_step_time(scenario, "p90") if long_steps else scenario
+            finish_s[rows] = run.finish_s(own, self.strategy, chunks[rows]) + self._host_s(chunks[rows], scenario)
         return finish_s
 
     def _host_s(self, chunks: Array, scenario: Scenario) -> Array:

@@ -164,17 +164,17 @@ class Synthetic:
         arrivals, *pairs = [part.strip() for part in text.split(",")]
         if arrivals not in ARRIVALS:
             raise InputError(argument, arrivals, f"synthetic: and one of {', '.join(ARRIVALS)}, then key=value")
-        given: dict[str, str] = {}
+        by_key: dict[str, str] = {}
         for pair in pairs:
             key, mark, value = pair.partition("=")
-            if not mark or key not in (*_KEYS, "duration") or key in given:
-                known = ", ".join((*_KEYS, "duration"))
-                raise InputError(argument, pair, f"key=value with commas between, once each: {known}")
-            given[key] = value
-        duration = given.pop("duration", None)
-        values = {key: parse(given.get(key, default), f"{argument}: {key}") for key, (default, parse) in _KEYS.items()}
+            if not mark or key not in (*_KEYS, "duration") or key in by_key:
+                keys = ", ".join((*_KEYS, "duration"))
+                raise InputError(argument, pair, f"key=value with commas between, once each: {keys}")
+            by_key[key] = value
+        duration = by_key.pop("duration", None)
+        values = {key: parse(by_key.get(key, default), f"{argument}: {key}") for key, (default, parse) in _KEYS.items()}
         if duration is not None:
-            if "requests" in given:
+            if "requests" in by_key:
                 raise InputError(f"{argument}: duration", duration, "requests or duration, not both")
             expected = values["rate"] * parse_seconds(duration, f"{argument}: duration")
             if not 1 <= expected <= MAX_REQUESTS:
@@ -224,16 +224,16 @@ class Source:
     rate_scale: float = 1.0  # factor on the number of requests in the same time
 
     @classmethod
-    def of(cls, given: Any, *, columns: str | None = None, rate_scale: float = 1.0) -> Source:
+    def of(cls, source: Any, *, columns: str | None = None, rate_scale: float = 1.0) -> Source:
         """Read the requests of FILE, synthetic:SPEC or a data frame; columns: see `named_columns`."""
         names = {} if columns is None else named_columns(columns)
         requests: Workload | Synthetic
-        if not isinstance(given, str):
-            requests = read_frame(given, names)
-        elif given.startswith("synthetic:"):
-            requests = Synthetic.parse(given.removeprefix("synthetic:"))
+        if not isinstance(source, str):
+            requests = read_frame(source, names)
+        elif source.startswith("synthetic:"):
+            requests = Synthetic.parse(source.removeprefix("synthetic:"))
         else:
-            requests = read_trace(given, names=names)
+            requests = read_trace(source, names=names)
         return cls(requests=requests, rate_scale=rate_scale)
 
     @property
@@ -259,8 +259,8 @@ def _lengths(text: str, argument: str) -> _Draw:
         mean, log_sd = math.log(parse_tokens(median, argument)), parse_number(sigma, argument, above=0, most=10)
 
         def lognormal(count: int, rng: np.random.Generator) -> Lengths:
-            drawn = np.exp(mean + log_sd * rng.standard_normal(count))
-            return np.clip(np.rint(np.minimum(drawn, MAX_TOKENS)), 1, MAX_TOKENS).astype(np.int64)
+            lengths = np.exp(mean + log_sd * rng.standard_normal(count))
+            return np.clip(np.rint(np.minimum(lengths, MAX_TOKENS)), 1, MAX_TOKENS).astype(np.int64)
 
         return lognormal
     if kind == "file":
@@ -350,11 +350,11 @@ def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, str]) 
     rows, count = array("d"), 0  # line number, arrival in seconds, tokens of context, output and cached prefix
     lines = _bounded(file, source)
     first = next(lines, "")
-    read = _json_records if first.lstrip().startswith("{") else _csv_records
-    header, records = read(itertools.chain((first,), lines), source)
+    reader = _json_records if first.lstrip().startswith("{") else _csv_records
+    header, records = reader(itertools.chain((first,), lines), source)
     roles = _roles(header, names, source)
     is_mooncake = not names and set(_MOONCAKE) <= set(header)
-    seen: set[int | str] = set()
+    blocks: set[int | str] = set()
     for count, (line, record) in enumerate(records, start=1):
         if count > MAX_REQUESTS:
             break
@@ -364,7 +364,7 @@ def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, str]) 
             for role in ("context", "output", "cached")
         )
         if hashes := record.get("hash_ids"):
-            cached = min(BLOCK_TOKENS * _leading_blocks(hashes, seen, f"{where}: hash_ids"), context)
+            cached = min(BLOCK_TOKENS * _leading_blocks(hashes, blocks, f"{where}: hash_ids"), context)
         arrival_s = _arrival_s(record[roles["timestamp"]], f"{where}: {roles['timestamp']}", is_ms=is_mooncake)
         rows.extend((line, arrival_s, context, output, cached))
     if not 1 <= count <= MAX_REQUESTS:
@@ -439,14 +439,14 @@ def _roles(header: Sequence[str], names: Mapping[str, str], source: str) -> dict
     return roles
 
 
-def _leading_blocks(hashes: Any, seen: set[int | str], where: str) -> int:
+def _leading_blocks(hashes: Any, blocks: set[int | str], where: str) -> int:
     """The number of leading blocks that are in `seen`; adds all blocks to `seen`."""
     if not isinstance(hashes, list) or not all(map(_is_hash, hashes)):
         raise InputError(where, hashes, f"a list of numbers of 64 bits or texts of at most {_MAX_HASH} characters")
-    leading = next((index for index, one in enumerate(hashes) if one not in seen), len(hashes))
-    seen.update(hashes)
-    if len(seen) > MAX_BLOCKS:
-        raise InputError(where, f"{len(seen)} blocks", f"at most {MAX_BLOCKS} blocks in all")
+    leading = next((index for index, one in enumerate(hashes) if one not in blocks), len(hashes))
+    blocks.update(hashes)
+    if len(blocks) > MAX_BLOCKS:
+        raise InputError(where, f"{len(blocks)} blocks", f"at most {MAX_BLOCKS} blocks in all")
     return leading
 
 

@@ -78,13 +78,13 @@ def confirm(
 
 def _mode(scenario: Scenario, hardware: Hardware, virtual: bool | None) -> tuple[Mode, tuple[str, ...]]:
     """Choose separate processes or virtual ranks; also return notes on the choice."""
-    wanted, devices = scenario.cluster.num_gpus, hardware.devices
-    if virtual is None and wanted > devices and not started_by_torchrun():
+    num_gpus, devices = scenario.cluster.num_gpus, hardware.devices
+    if virtual is None and num_gpus > devices and not started_by_torchrun():
         what = f"{devices} {'GPU' if hardware.device == 'cuda' else 'core'}{'s' * (devices != 1)}"
-        return "virtual", (f"{wanted} ranks on {what}: virtual ranks, one after another; messages are modelled",)
+        return "virtual", (f"{num_gpus} ranks on {what}: virtual ranks, one after another; messages are modelled",)
     if virtual:
         return "virtual", ()
-    return "ranks", (f"{wanted} ranks on {devices} devices: they slow each other down",) * (wanted > devices)
+    return "ranks", (f"{num_gpus} ranks on {devices} devices: they slow each other down",) * (num_gpus > devices)
 
 
 def _prediction(name: str, candidate: Candidate) -> StrategyPrediction:
@@ -110,7 +110,7 @@ def strategies_here(
     """
     if scenario.cluster.num_gpus == 1:
         return ("single",), ()
-    named = [name for name in dict.fromkeys(STRATEGIES if names is None else names) if name != "all"]
+    distinct_names = [name for name in dict.fromkeys(STRATEGIES if names is None else names) if name != "all"]
     allowed = [name for name in RUN_STRATEGIES if name != _FROM_TABLE and (mode == "ranks" or name in REPLAYED)]
     where = "what the runtime runs without a table" if mode == "ranks" else "what one device can replay in turn"
 
@@ -122,10 +122,10 @@ def strategies_here(
         even = Partition.even(scenario.request.new_tokens, per_rank_scenario(scenario, strategy).cluster.num_gpus)
         hardware.check(Candidate(scenario=scenario, strategy=strategy, partition=even))
 
-    for name in named:
+    for name in distinct_names:
         check(name)
     if "all" not in (names or ()):
-        return tuple(named), ()
+        return tuple(distinct_names), ()
     planned, notes = all_for(scenario)
     runnable, reasons = [], dict[str, list[str]]()
     for strategy in planned:
@@ -135,7 +135,7 @@ def strategies_here(
         except InputError as error:
             reasons.setdefault(error.accepted, []).append(strategy.name)
     left_out = (f"not measured: {', '.join(left)} (accepted: {reason})" for reason, left in reasons.items())
-    return tuple(dict.fromkeys((*named, *runnable))), (*notes, *left_out)
+    return tuple(dict.fromkeys((*distinct_names, *runnable))), (*notes, *left_out)
 
 
 def partitions_around(scenario: Scenario, center: Sequence[int], stride: int) -> list[tuple[tuple[int, ...], float]]:
@@ -152,13 +152,13 @@ def further_candidates(kvr_s: Candidate, others: Sequence[Candidate], count: int
     if count < 1 or len(center.chunk_lens) < 2:
         return {}
     apart = max(1, round(center.num_tokens / len(center.chunk_lens) * _LEAST_DISTANCE))
-    known = [np.array(one.partition.boundaries) for one in others if one.strategy.name.startswith("kvr")]
+    ends = [np.array(one.partition.boundaries) for one in others if one.strategy.name.startswith("kvr")]
     further: dict[str, Candidate] = {}
     for chunks, _ in partitions_around(kvr_s.scenario, center.chunk_lens, apart):
         partition = Partition(chunk_lens=chunks)
         boundaries = np.array(partition.boundaries)
-        if len(further) < count and all(np.abs(boundaries - other).max() >= apart for other in known):
-            known.append(boundaries)
+        if len(further) < count and all(np.abs(boundaries - other).max() >= apart for other in ends):
+            ends.append(boundaries)
             further[f"{KVR_S.name} #{len(further) + 2}"] = replace(kvr_s, partition=partition, search=None)
     return further
 

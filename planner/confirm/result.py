@@ -184,8 +184,8 @@ class Confirmation(Answer):
     @property
     def _drift_note(self) -> str:
         """Return a note if the machine's speed alone explains an error above its target; else an empty text."""
-        left = median(abs((one.rel_error + 1) / self.speed - 1) for one in self.candidates)
-        if len(self.candidates) == 1 or left > self.targets.median_error:
+        rest = median(abs((one.rel_error + 1) / self.speed - 1) for one in self.candidates)
+        if len(self.candidates) == 1 or rest > self.targets.median_error:
             return ""
         return f"; all run about {self.speed:.2f} times as fast as predicted: calibrate again"
 

@@ -98,11 +98,11 @@ def run_here(
     memory, or for kvr-s without partition and profile; RankError where a rank fails.
     """
     run_strategy(strategy)
-    chosen = get_strategy(strategy)
-    candidate = _candidate(scenario, hardware, chosen, partition)
+    own = get_strategy(strategy)
+    candidate = _candidate(scenario, hardware, own, partition)
     scenario = candidate.scenario
     hardware.check(candidate)
-    num_gpus = 1 if chosen.partition_rule == "whole" else scenario.cluster.num_gpus
+    num_gpus = 1 if own.partition_rule == "whole" else scenario.cluster.num_gpus
     if not started_by_torchrun():  # torchrun has started one rank per GPU, some of which may stay idle
         scenario = scenario.on_gpus(num_gpus)
     candidate = replace(candidate, scenario=scenario)
@@ -111,7 +111,7 @@ def run_here(
     )
     return RunResult(
         question=Question.of(scenario.on_gpus(num_gpus), seed=hardware.seed, strategy=strategy),
-        strategy=chosen,
+        strategy=own,
         timing=timings[strategy],
         predicted_s=None if scenario.profile is None else candidate.ttft_s,
         conditions=conditions,

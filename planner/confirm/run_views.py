@@ -24,14 +24,14 @@ def figure(result: RunResult) -> Figure:
 def page(result: RunResult) -> Page:
     """Return the interactive page of one measured prefill."""
     name = result.strategy.name
-    shown = LabelledTimeline(name=name, title=answer(result), timeline=result.timeline, basis="measured")
+    timeline = LabelledTimeline(name=name, title=answer(result), timeline=result.timeline, basis="measured")
     return Page(
         title=f"Prefill of {result.question.request()} by {result.model}: measured",
         answer=answer(result),
         facts=html.facts_of(result.question),
         sections=[gantt_section(several=False)],
         notes=[f"Machine: {html.in_words(result.conditions)}", *result.warnings],
-        data=timelines_data([shown]),
+        data=timelines_data([timeline]),
         scripts=SCRIPTS,
         strategies=[name],
     )

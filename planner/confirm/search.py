@@ -133,13 +133,13 @@ def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
     agree(transport, forward, task.facts())
     whole = replace(_plan(task, task.seed), strategy="tsp")  # with tsp, every rank holds all tokens
     watch = Stopwatch(transport, forward, [whole], task.hardware.seed)
-    known, warm = deque(task.known), set[Chunks]()
-    since_s = time.monotonic() - (known[-1][1] if known else 0.0)
+    queue, warm = deque(task.known), set[Chunks]()
+    since_s = time.monotonic() - (queue[-1][1] if queue else 0.0)
 
     def measure(chunks: Chunks) -> tuple[float, float]:
         """Measure one prefill, after a warm-up if the partition is new; results of an interrupted search are reused."""
-        if known:
-            return known.popleft()
+        if queue:
+            return queue.popleft()
         plan = _plan(task, chunks)
         if chunks not in warm:
             warm.add(chunks)

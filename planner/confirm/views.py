@@ -161,9 +161,9 @@ def _candidates(confirmation: Confirmation) -> Html:
     table, ordered = candidates_table(confirmation), sorted(confirmation.candidates, key=lambda one: one.predicted_s)
     ends = [(one.prediction.ttft_low_s, one.prediction.ttft_high_s, one.median_s) for one in ordered]
     span = html.span_of([(min(three), max(three)) for three in ends])
-    drawn = []
+    artists = []
     for one, (_, chunks, predicted, _, *rest) in zip(ordered, table.rows, strict=True):
         name = Cell(shown=html.strategy_name(one.strategy, colour_of=_family(one)), value=one.strategy)
         bars = html.interval_cell(one.prediction, _family(one), span, measured=one.median_s)
-        drawn.append((name, chunks, predicted, bars, *rest))
-    return html.table(table.columns, drawn, caption="Candidates, predicted and measured", ident="candidates")
+        artists.append((name, chunks, predicted, bars, *rest))
+    return html.table(table.columns, artists, caption="Candidates, predicted and measured", ident="candidates")

@@ -206,22 +206,22 @@ def _break_even(places: Sequence[Place], name: str, over: str) -> BreakEven:
     gains = [math.log(place[over].ttft_s / place[name].ttft_s) for place in places]
     last = max((index for index, gain in enumerate(gains) if gain <= 0), default=-1)  # where the strategy is behind
     context_len: int | None
-    known: Known
+    basis: Known
     if last == -1:
-        context_len, known = first.context_len, "at or below the first length"
+        context_len, basis = first.context_len, "at or below the first length"
     elif last == len(places) - 1:
-        context_len, known = None, "beyond the last length"
+        context_len, basis = None, "beyond the last length"
     else:
         share = gains[last] / (gains[last] - gains[last + 1])
         low, high = (math.log(place[name].context_len) for place in places[last : last + 2])
-        context_len, known = round(math.exp(low + share * (high - low))), "interpolated"
+        context_len, basis = round(math.exp(low + share * (high - low))), "interpolated"
     return BreakEven(
         link_bandwidth_bytes_per_s=first.link_bandwidth_bytes_per_s,
         num_gpus=first.num_gpus,
         strategy=name,
         over=over,
         context_len=context_len,
-        known=known,
+        known=basis,
     )
 
 
@@ -252,15 +252,15 @@ def make_map(
         clusters = [scenario.cluster.with_link(bandwidth_bytes_per_s=one) for one in bandwidths]
     requests = [replace(scenario.request, context_len=context_len) for context_len in lengths]
     sizes = [replace(cluster, num_gpus=num_gpus) for cluster in clusters for num_gpus in gpu_counts]
-    wanted = [replace(scenario, cluster=cluster, request=request) for cluster in sizes for request in requests]
+    scenarios = [replace(scenario, cluster=cluster, request=request) for cluster in sizes for request in requests]
     points: list[MapPoint] = []
-    places = [place for place in wanted if place.num_gpus <= place.request.new_tokens]
+    places = [place for place in scenarios if place.num_gpus <= place.request.new_tokens]
     if not places:
         shortest = min(request.new_tokens for request in requests)
         raise InputError("gpus", min(gpu_counts), f"at most one GPU per token, here {shortest}")
     refused: dict[str, None] = {
         note("map, tokens", tokens=place.request.new_tokens, num_gpus=place.num_gpus): None
-        for place in wanted
+        for place in scenarios
         if place.num_gpus > place.request.new_tokens
     }
     results = (pool or Pool()).ordered(_at_place, [(place, strategies) for place in places], "points", on_progress)
@@ -298,11 +298,11 @@ def _at_place(place: Scenario, strategies: Sequence[str | Strategy]) -> tuple[li
 def _strategies_at(place: Scenario, strategies: Sequence[str | Strategy]) -> Sequence[Strategy]:
     """One GPU, and the strategies that are compared with it."""
     everything = all_for(place)[0] if "all" in strategies else ()
-    chosen = distinct((ALONE, *everything, *(one for one in strategies if one != "all")))
-    for strategy in chosen:
+    strategies_here = distinct((ALONE, *everything, *(one for one in strategies if one != "all")))
+    for strategy in strategies_here:
         if strategy.partition_rule == "table":
             raise InputError("strategies", strategy.name, "strategies that need no table")
-    return chosen
+    return strategies_here
 
 
 def _point(place: Scenario, strategy: Strategy) -> MapPoint:

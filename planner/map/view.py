@@ -117,9 +117,9 @@ def headline(grid: StrategyMap) -> str:
     if not any(winner.pays for winner in winners):
         return "More than one GPU is not faster in any of these places."
     wins = Counter(winner.strategy if winner.pays else "one GPU" for winner in winners)
-    listed = [f"{name} in {count}" for name, count in wins.most_common()]
+    counts = [f"{name} in {count}" for name, count in wins.most_common()]
     rest = len(winners) - sum(count for _, count in wins.most_common(5))
-    words = ", ".join(listed[:5]) + (f", others in {rest}" if rest else "")
+    words = ", ".join(counts[:5]) + (f", others in {rest}" if rest else "")
     return f"Fastest of {len(grid.strategies)} strategies in {len(winners)} place{'s' * (len(winners) > 1)}: {words}."
 
 

@@ -222,7 +222,7 @@ def _refined(strategy: Strategy, scenario: Scenario, start: Sequence[int], batch
         return tuple(start)
     places = [_at(scenario, one, 0, batch) for one in start]
     candidates = dict(zip(start, _candidates(strategy, places, start), strict=True))
-    wanted, intervals = set(start), list(pairwise(start))
+    todo, intervals = set(start), list(pairwise(start))
     while intervals:
         low, high = intervals.pop()
         middle = round((low * high) ** 0.5)
@@ -233,9 +233,9 @@ def _refined(strategy: Strategy, scenario: Scenario, start: Sequence[int], batch
         candidates[middle] = _between(*ends, place, 0.5) if searched else quick_candidate(place, strategy)
         line_s = float(np.interp(middle, (low, high), [one.ttft_s for one in ends]))
         if abs(line_s / candidates[middle].ttft_s - 1) > _ERROR:
-            wanted.add(middle)
+            todo.add(middle)
             intervals += [(low, middle), (middle, high)]
-    return tuple(sorted(wanted))
+    return tuple(sorted(todo))
 
 
 def _row(

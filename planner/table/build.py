@@ -210,12 +210,12 @@ def make_table(
     journal: drafts of an interrupted build, to which new drafts are appended. If the pool's time budget ends, the table
     has the complete entries. Raises InputError if there are none, and for more GPUs than tokens.
     """
-    pool, chosen = pool or Pool(), searched(strategy)
-    scenarios = _scenarios(scenario, chosen, gpu_counts, context_lens)
+    pool, own = pool or Pool(), searched(strategy)
+    scenarios = _scenarios(scenario, own, gpu_counts, context_lens)
     drafts = {} if journal is None else {one.key: one for one in _drafts_of(journal) if one.key in scenarios}
     missing = [key for key in scenarios if key not in drafts]
     random.Random(0).shuffle(missing)  # so that finished and remaining entries take equally long on average
-    for draft in pool.run(draft_of, [(scenarios[key], chosen) for key in missing], share=_DRAFTS_SHARE):
+    for draft in pool.run(draft_of, [(scenarios[key], own) for key in missing], share=_DRAFTS_SHARE):
         drafts[draft.key] = draft
         if journal is not None:
             journal.append(to_json(draft))
@@ -226,9 +226,9 @@ def make_table(
     longest = replace(scenario.request, context_len=max(context_lens))
     steps = quantization_steps(replace(scenario, request=longest))
     around = _neighbours(drafts)
-    work = [(scenarios[key], chosen, drafts[key], around[key], steps) for key in scenarios if key in drafts]
+    work = [(scenarios[key], own, drafts[key], around[key], steps) for key in scenarios if key in drafts]
     entries = pool.ordered(entry_of, work, "comparisons with neighbours", on_progress)
-    setting = TableSetting.of(scenario, chosen.name)
+    setting = TableSetting.of(scenario, own.name)
     return PartitionTable(setting=setting, kvrsim_version=__version__, steps=steps, entries=tuple(entries))
 
 
@@ -254,8 +254,8 @@ def _scenarios(
 
     scenarios = {}
     for gpus, length in product(sorted(set(gpu_counts)), sorted(set(context_lens))):
-        asked = replace(scenario.on_gpus(gpus), request=replace(scenario.request, context_len=length))
-        scenarios[gpus, length] = per_rank_scenario(asked, strategy)
+        place = replace(scenario.on_gpus(gpus), request=replace(scenario.request, context_len=length))
+        scenarios[gpus, length] = per_rank_scenario(place, strategy)
     return scenarios
 
 

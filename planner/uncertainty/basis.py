@@ -65,8 +65,8 @@ def basis_of(scenario: Scenario, part: Part, chunk: int, start: int) -> Basis:
     sizes = _sizes(scenario, part, chunk, start)
     if not _inside(fit, sizes):
         return "extrapolated"
-    known = part.product is not None and profile.kernels.is_measured(part.product)
-    return "measured" if known else "interpolated"
+    is_measured = part.product is not None and profile.kernels.is_measured(part.product)
+    return "measured" if is_measured else "interpolated"
 
 
 def bases_of(scenario: Scenario, strategy: Strategy, partition: Partition, timeline: Timeline) -> tuple[str, ...]:
@@ -102,25 +102,25 @@ def _work(scenario: Scenario, strategy: Strategy, partition: Partition) -> Itera
     for rank in range(program.num_ranks):
         chunk, start = chunk_of(scenario, strategy, partition, rank)
         bases = [basis_of(scenario, part, chunk, start) for part in parts]
-        known: dict[int, str] = {}
+        by_block: dict[int, str] = {}
         for layer, op in program.ops(rank):
             name = getattr(op, "name", None)
             if name is None or not (seconds := work_s(op)).any():
                 continue
-            if id(op) not in known:
-                known[id(op)] = _in_words(bases, np.broadcast_to(seconds, len(parts) + 1))
-            yield (rank, layer, name), known[id(op)]
+            if id(op) not in by_block:
+                by_block[id(op)] = _in_words(bases, np.broadcast_to(seconds, len(parts) + 1))
+            yield (rank, layer, name), by_block[id(op)]
 
 
 def _in_words(bases: Sequence[Basis], seconds: Array) -> str:
     """Describe the shares of the bases; `seconds`, shape (parts + 1,), ends with the value without any part."""
     shares = defaultdict[str, float](float)
-    for basis, taken in zip(bases, (seconds[:-1] - seconds[-1]).tolist(), strict=True):
-        shares[basis] += taken
+    for basis, each_s in zip(bases, (seconds[:-1] - seconds[-1]).tolist(), strict=True):
+        shares[basis] += each_s
     whole = sum(shares.values())
     if whole <= 0:
         return "set by hand"  # the steps of an engine
-    ranked = sorted(((taken / whole, basis) for basis, taken in shares.items() if taken > 0), reverse=True)
+    ranked = sorted(((each_s / whole, basis) for basis, each_s in shares.items() if each_s > 0), reverse=True)
     if ranked[0][0] >= _WHOLE_SHARE:
         return ranked[0][1]
     return ", ".join(f"{max(1, round(100 * share))} % {basis}" for share, basis in ranked)
@@ -143,8 +143,8 @@ def _sizes(scenario: Scenario, part: Part, chunk: int, start: int) -> Mapping[st
 
 
 def _inside(fit: OperationFit, sizes: Mapping[str, float]) -> bool:
-    seen = fit.seen
-    return all(seen[key][0] <= size <= seen[key][1] for key, size in sizes.items() if key in seen and size)
+    ranges = fit.seen
+    return all(ranges[key][0] <= size <= ranges[key][1] for key, size in sizes.items() if key in ranges and size)
 
 
 # -- Breakdown of a simulated prefill: seconds of every part, and each rank's waits
@@ -168,16 +168,16 @@ def breakdown(
     for rank in range(len(finish_s)):
         chunk, start = chunk_of(scenario, strategy, partition, rank)
         for part in seconds:
-            if (taken := float(seconds[part][rank])) > _ROUNDING * ttft_s:
+            if (part_s := float(seconds[part][rank])) > _ROUNDING * ttft_s:
                 roofline_s = None if part in (_RESUME, _LAUNCHES, _ENGINE) else float(least[part][rank])
                 rows.append(
                     BreakdownRow(
                         rank=rank,
                         kind=part.kind,
                         what=_name(scenario, part),
-                        seconds=taken,
-                        share=taken / ttft_s,
-                        roofline_share=None if roofline_s is None else roofline_s / taken,
+                        seconds=part_s,
+                        share=part_s / ttft_s,
+                        roofline_share=None if roofline_s is None else roofline_s / part_s,
                         basis=basis_of(scenario, part, chunk, start),
                     )
                 )

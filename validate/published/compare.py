@@ -68,7 +68,7 @@ def read_table(name: str) -> list[dict[str, str]]:
 
 
 def _row(fields: dict[str, str]) -> Row:
-    link = next(known for known in get_args(Link) if known == fields["link"])
+    link = next(one for one in get_args(Link) if one == fields["link"])
     texts = {name: fields[name] for name in ("source", "table", "model", "strategy", "blind_until")}
     return Row(
         **texts,
@@ -124,15 +124,15 @@ def run() -> dict[str, Any]:
             }
         )
     calibrated = [row for row in rows if row["used_for_calibration"]]
-    used = summary_of(calibrated)
+    calibration = summary_of(calibrated)
     return {
         "rows": rows,
-        "calibration": used,
+        "calibration": calibration,
         "held_out": summary_of([row for row in rows if not row["used_for_calibration"]]),
         "all": summary_of(rows),
         "by_model": summaries(calibrated, "model"),
         "by_link": summaries(rows, "link"),
-        "ok": used["mape"] is not None and used["mape"] <= MOST_MAPE,
+        "ok": calibration["mape"] is not None and calibration["mape"] <= MOST_MAPE,
     }
 
 
@@ -150,9 +150,9 @@ def summaries(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, dict[str
 def part(result: Mapping[str, Any]) -> list[str]:
     """Markdown lines of the page's part on the paper."""
     left_out = json.loads((DATA / "a100_eager_left_out.json").read_text("utf-8"))["rel_error"]
-    used = [row for row in read_rows() if row.used_for_calibration]
-    by_model = {model: [left_out[row.case] for row in used if row.model == model] for model in result["by_model"]}
-    never_blind = [left_out[row.case] for row in used if not row.blind_until]
+    rows = [row for row in read_rows() if row.used_for_calibration]
+    by_model = {model: [left_out[row.case] for row in rows if row.model == model] for model in result["by_model"]}
+    never_blind = [left_out[row.case] for row in rows if not row.blind_until]
     mean, median = _mean_median(never_blind)
     return fill(
         "accuracy_paper",

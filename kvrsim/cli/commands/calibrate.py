@@ -334,7 +334,7 @@ class FitArgs(Arguments):
 @app.command("fit")
 @takes(FitArgs)
 def fit(
-    wanted: FitArgs,
+    options: FitArgs,
     *,
     compute: Any = option(
         "SOURCE", "Measured kernels: CSV, or another source (see import).", "Machine", text, REQUIRED
@@ -347,13 +347,13 @@ def fit(
 
     Example: kvrsim calibrate fit --compute compute.csv --links links.csv -o here.json
     """
-    _fit({"compute": [compute], "links": [] if links is None else [links]}, wanted)
+    _fit({"compute": [compute], "links": [] if links is None else [links]}, options)
 
 
 @app.command("import")
 @takes(FitArgs)
 def import_(
-    wanted: FitArgs,
+    options: FitArgs,
     *,
     sources: Any = argument(
         "SOURCE...",
@@ -366,53 +366,53 @@ def import_(
 
     Example: kvrsim calibrate import aisimulate:b200_sxm/trtllm -o b200.json
     """
-    _fit({"SOURCE...": sources}, wanted, measurements)
+    _fit({"SOURCE...": sources}, options, measurements)
 
 
-def _fit(sources: Mapping[str, Sequence[str]], wanted: FitArgs, measurements: str | None = None) -> None:
+def _fit(sources: Mapping[str, Sequence[str]], options: FitArgs, measurements: str | None = None) -> None:
     """Fit a profile to the rows of sources, which are grouped by argument; also write the rows if requested."""
     from calibrate.data import read_origins, write_measurements
     from calibrate.importers import read_source
 
-    named = [(name, source) for name, several in sources.items() for source in several]
+    pairs = [(name, source) for name, several in sources.items() for source in several]
     rows: list[Measurement] = []
     with Progress() as progress:
-        for number, (name, source) in enumerate(named):
-            progress(number, len(named), f"reading {printable(source)}")
+        for number, (name, source) in enumerate(pairs):
+            progress(number, len(pairs), f"reading {printable(source)}")
             rows += read_source(source, name)
     if measurements is not None:
         write_measurements(measurements, rows, "measurements")
-    origins = [origin for name, source in named for origin in read_origins([source], name)]
-    content = write_fit(rows, wanted, next(iter(sources)), origins)
-    if wanted.json:
+    origins = [origin for name, source in pairs for origin in read_origins([source], name)]
+    content = write_fit(rows, options, next(iter(sources)), origins)
+    if options.json:
         print_json(content)
 
 
 def write_fit(
-    rows: list[Measurement], wanted: FitArgs, argument: str, origins: Sequence[Mapping[str, Any]] = ()
+    rows: list[Measurement], options: FitArgs, argument: str, origins: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
     """Fit and write a profile, and return its errors as JSON values; without --json, also print them."""
     from calibrate.data import gpu_of, link_of
     from calibrate.fit.profile import FitChoices, Label, fit_profile
 
-    spec = gpu_of(rows, wanted.gpu, origins)
+    spec = gpu_of(rows, options.gpu, origins)
     label = Label(
-        name=wanted.name or Path(wanted.output).stem,
+        name=options.name or Path(options.output).stem,
         provenance={"fitted": f"{date.today().isoformat()} by kvrsim {__version__}"},
     )
-    link = link_of(spec, wanted.link, origins)
-    choices = FitChoices(attention_kernel=wanted.attention_kernel)
+    link = link_of(spec, options.link, origins)
+    choices = FitChoices(attention_kernel=options.attention_kernel)
     with Progress(f"fitting {len(rows)} rows"):
         profile, report = fit_profile(
             rows, label, gpu=spec, link=link, choices=choices, argument=argument, origins=origins
         )
-    profile.write(wanted.output)
-    if not wanted.json:
-        _show(report, wanted)
+    profile.write(options.output)
+    if not options.json:
+        _show(report, options)
     return report.to_dict()
 
 
-def _show(report: FitReport, wanted: FitArgs) -> None:
+def _show(report: FitReport, options: FitArgs) -> None:
     """Print the errors of each operation, and notes."""
     from calibrate.fit.report import TITLES
 
@@ -425,7 +425,7 @@ def _show(report: FitReport, wanted: FitArgs) -> None:
     notes = facts(
         *(("" if index else "from:", source) for index, source in enumerate(sources)),
         *(("" if index else "notes:", note) for index, note in enumerate(about)),
-        ("written:", f"{wanted.output}, profile {report.profile.name} of {report.profile.gpu}"),
+        ("written:", f"{options.output}, profile {report.profile.name} of {report.profile.gpu}"),
     )
     meaning = "error: mean absolute relative error of the fitted rows; held-out: of rows that the fit has not seen"
     show(table, "", meaning, "", notes)

@@ -51,7 +51,7 @@ class Shelf:
         return [table, *([""] if notes else []), *notes]
 
 
-def _commands(kind: str, shelf: Callable[[], Shelf], names: str, known: str, listing: str, showing: str) -> Group:
+def _commands(kind: str, shelf: Callable[[], Shelf], names: str, which: str, list_help: str, show_help: str) -> Group:
     """Make `list` and `show` of a kind; `names` and `known` are a name's metavar and help."""
     program = Group()
 
@@ -62,7 +62,7 @@ def _commands(kind: str, shelf: Callable[[], Shelf], names: str, known: str, lis
         rows = one.row or one.to_json
         print_answer(answer, lambda: {kind: list(map(rows, things))}, kind, lambda: one.list_screen(things))
 
-    def show_one(*, name: Any = argument(names, known), json: Any = JSON) -> None:
+    def show_one(*, name: Any = argument(names, which), json: Any = JSON) -> None:
         one = shelf()
         thing = one.load(name, argument=names)
         if json:
@@ -70,7 +70,7 @@ def _commands(kind: str, shelf: Callable[[], Shelf], names: str, known: str, lis
         else:
             one.show(thing)
 
-    list_all.__doc__, show_one.__doc__ = f"{listing}\n\nExample: kvrsim {kind} list", showing
+    list_all.__doc__, show_one.__doc__ = f"{list_help}\n\nExample: kvrsim {kind} list", show_help
     program.command("list")(takes(OutputArgs)(list_all))
     program.command("show")(takes()(show_one))
     return program

@@ -75,7 +75,7 @@ class ConfirmArgs(Arguments):
 
 @takes(MeasuredArgs, HardwareArgs, ConfirmArgs, PageArgs, OutputArgs, fixed=FIXED)
 def confirm(
-    args: MeasuredArgs, hardware: HardwareArgs, wanted: ConfirmArgs, files: PageArgs, answer: OutputArgs
+    args: MeasuredArgs, hardware: HardwareArgs, options: ConfirmArgs, files: PageArgs, answer: OutputArgs
 ) -> None:
     """Measure a plan's candidates on this machine.
 
@@ -84,25 +84,25 @@ def confirm(
 
     Example: kvrsim confirm --model tiny-llama --ctx 1k --gpus 2 --profile here.json
     """
-    answer.check(search=wanted.search)
-    if wanted.output is not None and not wanted.search:
-        raise InputError("output", wanted.output, "nothing without --search, which writes a partition table")
+    answer.check(search=options.search)
+    if options.output is not None and not options.search:
+        raise InputError("output", options.output, "nothing without --search, which writes a partition table")
     if args.profile is None:
         raise InputError("profile", "nothing", "a profile of this machine; kvrsim calibrate all makes one")
     from kvrsim.builder import build_scenario
 
     scenario, warnings = build_scenario(args)
     machine = hardware_of(hardware, args, scenario)
-    if wanted.search:
-        about = {"strategies": wanted.strategies, "virtual": wanted.virtual, "trace": files.trace, "plot": files.plot}
+    if options.search:
+        about = {"strategies": options.strategies, "virtual": options.virtual, "trace": files.trace, "plot": files.plot}
         for name, value in about.items():
             if value:
                 raise InputError(name, value, "nothing with --search, which measures partitions")
-        if wanted.output is None:
+        if options.output is None:
             raise InputError("output", "nothing", "a file for the partition table that --search writes")
         for warning in warnings:
             warn_once(warning)
-        _search(scenario, machine, wanted.minutes, Path(wanted.output), json=answer.json)
+        _search(scenario, machine, options.minutes, Path(options.output), json=answer.json)
         return
     from planner.confirm.confirm import confirm as measure
     from planner.confirm.hardware import Reporter
@@ -114,10 +114,12 @@ def confirm(
             result = measure(
                 scenario,
                 machine,
-                strategies=wanted.strategies,
-                top=wanted.top,
-                virtual=wanted.virtual,
-                targets=Targets(regret=wanted.max_regret, median_error=wanted.max_error, logits=wanted.max_logit_error),
+                strategies=options.strategies,
+                top=options.top,
+                virtual=options.virtual,
+                targets=Targets(
+                    regret=options.max_regret, median_error=options.max_error, logits=options.max_logit_error
+                ),
                 warnings=warnings,
                 reporter=Reporter(note=warn_once, progress=progress),
             )
@@ -189,10 +191,10 @@ def _order(result: Confirmation) -> str:
     pairs = number * (number - 1) // 2
     if pairs and not significant:
         return f"none of {pairs} pairs differ by more than their spreads"
-    named = "; ".join(f"{fast} is faster than {slow}" for fast, slow in wrong[:_SHOWN_WRONG])
+    swaps = "; ".join(f"{fast} is faster than {slow}" for fast, slow in wrong[:_SHOWN_WRONG])
     more = ", ..." if len(wrong) > _SHOWN_WRONG else ""
     text = f"{significant - len(wrong)} of {significant} significant pairs predicted right, of {pairs} pairs"
-    return f"{text}; not predicted: {named}{more}" if wrong else text
+    return f"{text}; not predicted: {swaps}{more}" if wrong else text
 
 
 def _regret(result: Confirmation) -> str:

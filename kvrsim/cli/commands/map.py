@@ -23,7 +23,7 @@ _PLOT = "Draw the fastest strategies over contexts and GPUs: FILE.png, FILE.svg,
 @takes(ScenariosArgs, MapArgs, PoolArgs, OutputArgs, fixed={"link_bandwidth": None})
 def strategy_map(
     args: ScenariosArgs,
-    compared: MapArgs,
+    options: MapArgs,
     workers: PoolArgs,
     output: OutputArgs,
     *,
@@ -40,7 +40,7 @@ def strategy_map(
     from planner.api import map_of
 
     with pool_of(workers) as pool, Progress() as progress:
-        result = map_of(args, compared, pool=pool, on_progress=progress)
+        result = map_of(args, options, pool=pool, on_progress=progress)
     print_answer(output, result.to_dict, "points", lambda: map_screen(result))
     write_files((plot, result.write_plot))
 

@@ -41,7 +41,7 @@ class PlanOutputArgs(OutputArgs):
 @takes(ScenarioArgs, PlanArgs, UsersArgs, NoiseArgs, PoolArgs, DeployArgs, PageArgs, PlanOutputArgs)
 def plan(
     args: ScenarioArgs,
-    compared: PlanArgs,
+    options: PlanArgs,
     users: UsersArgs,
     noise: NoiseArgs,
     workers: PoolArgs,
@@ -66,7 +66,7 @@ def plan(
     with nullcontext() if noise.noise is None else pool_of(workers) as pool, Progress() as progress:
         search = Search(on_progress=progress, engine=_engine(deploy))
         timelines: Any = "all" if files.is_page else "best" if files.is_given else None
-        scenario, result = plan_of(args, compared, noise, users, timelines=timelines, search=search, pool=pool)
+        scenario, result = plan_of(args, options, noise, users, timelines=timelines, search=search, pool=pool)
     launch = None
     if deploy.emit is not None and result.feasible and deploy.emit in result.best.engines:
         from planner.deploy import launch_of
@@ -140,8 +140,8 @@ def _left_out(plan: Plan) -> Iterator[str]:
         )
         verb = "does" if len(misfits) == 1 else "do"
         yield f"{len(misfits)} {verb} not fit (the fastest, {fastest.strategy}, would need {needs})."
-    if left := plan.search.unsearched:
-        yield f"The search budget ended before {_listed(left)}; a longer --search-budget searches them."
+    if unsearched := plan.search.unsearched:
+        yield f"The search budget ended before {_listed(unsearched)}; a longer --search-budget searches them."
 
 
 def _explained(plan: Plan) -> lines.Facts:

@@ -87,9 +87,9 @@ def lookup(
     from planner.predictor.predictor import load_predictor
 
     predictor = load_predictor(file, "PREDICTOR")
-    estimate, asked = predictor.predict(ctx=ctx, cached_prefix=cached_prefix, batch=batch), predictor.question
-    about = {name: asked[name] for name in ("model", "num_gpus", "profile", "engine")}
-    about["cluster"] = asked["cluster"]["name"]
+    estimate, question = predictor.predict(ctx=ctx, cached_prefix=cached_prefix, batch=batch), predictor.question
+    about = {name: question[name] for name in ("model", "num_gpus", "profile", "engine")}
+    about["cluster"] = question["cluster"]["name"]
     interval = format_interval(estimate.ttft_low_s, estimate.ttft_high_s)
     time = f"{estimate.strategy}, {format_seconds(estimate.ttft_s)} (prediction interval {interval})"
     gpus = f"{about['num_gpus']} GPU{'s' * (about['num_gpus'] > 1)} of {about['cluster']}"

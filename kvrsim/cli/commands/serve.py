@@ -78,7 +78,7 @@ class Answers:
             raise InputError("strategies", question["strategies"], "names; a file is for the command line")
         if "ctx" not in question:
             raise InputError("ctx", "nothing", "a context length, such as 16k")
-        key, given = (timeline, *sorted(question.items())), dict(question)
+        key, options = (timeline, *sorted(question.items())), dict(question)
         self.newest += tell is not None
         mine = self.newest
 
@@ -97,10 +97,10 @@ class Answers:
                 from planner.api import plan_of
                 from planner.candidates import Search
 
-                args, compared = ScenarioArgs.take(given), PlanArgs.take(given)
+                args, plan_args = ScenarioArgs.take(options), PlanArgs.take(options)
                 about: Any = {"timelines": "all" if timeline else None}
                 about["search"] = Search(on_progress=progress, on_candidate=candidate)
-                _, self.kept[key] = plan_of(args, compared, NoiseArgs(), UsersArgs(), **about)
+                _, self.kept[key] = plan_of(args, plan_args, NoiseArgs(), UsersArgs(), **about)
                 while len(self.kept) > _MOST_ANSWERS:
                     self.kept.popitem(last=False)
             self.kept.move_to_end(key)

@@ -97,8 +97,8 @@ def _noise_rows(result: SimResult) -> Iterator[lines.Row]:
         return
     yield "noise:", result.noise.describe()
     yield "", f"{noisy.num_samples} samples: mean {_limits(noisy.mean)}; {lines.mean_change(noisy)}"
-    shown = ", ".join(f"{name} {_limits(getattr(noisy, name))}" for name in ("p50", "p95", "p99"))
-    yield "", f"{shown}, worst {format_seconds(noisy.worst_s)}"
+    limits = ", ".join(f"{name} {_limits(getattr(noisy, name))}" for name in ("p50", "p95", "p99"))
+    yield "", f"{limits}, worst {format_seconds(noisy.worst_s)}"
 
 
 def _limits(estimate: Estimate) -> str:

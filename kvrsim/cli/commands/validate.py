@@ -55,13 +55,13 @@ def validation_screen(result: Mapping[str, Any]) -> list[Part]:
     table = columns("~source", "~case", ">reported", ">simulated", ">error", ">calibration")
     for row in result["rows"]:
         times = (format_seconds(row["reported_s"]), format_seconds(row["simulated_s"]))
-        used = "used" if row["used_for_calibration"] else "held out"
-        table.add_row(row["source"], row["case"], *times, f"{row['rel_error']:+.1%}", used)
+        role = "used" if row["used_for_calibration"] else "held out"
+        table.add_row(row["source"], row["case"], *times, f"{row['rel_error']:+.1%}", role)
     groups = ("calibration", "held_out", "all")
     return [table, "", *(_errors(group, result[group]) for group in groups if group in result)]
 
 
 def _errors(group: str, errors: Mapping[str, Any]) -> str:
     """One line: the number of cases and the errors of a group."""
-    shown = (f"{key} {value:.1%}" if isinstance(value, float) else f"{key} {value}" for key, value in errors.items())
-    return f"{group.replace('_', ' ')}: {', '.join(shown)}"
+    texts = (f"{key} {value:.1%}" if isinstance(value, float) else f"{key} {value}" for key, value in errors.items())
+    return f"{group.replace('_', ' ')}: {', '.join(texts)}"

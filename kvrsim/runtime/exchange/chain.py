@@ -64,8 +64,8 @@ class DirectChain(Chain):
         if not isinstance(buffer, KvBuffer):
             return super().incoming(layer)
         pieces = enumerate(pairwise(self.plan.partition.boundaries[: self.rank + 1]))
-        seen = [(src, max(start, buffer.first_seen), end) for src, (start, end) in pieces]
-        return [(src, buffer.rows(start, end)) for src, start, end in seen if start < end]
+        pieces_in_view = [(src, max(start, buffer.first_seen), end) for src, (start, end) in pieces]
+        return [(src, buffer.rows(start, end)) for src, start, end in pieces_in_view if start < end]
 
     def outgoing(self, layer: int) -> list[tuple[int, Any]]:
         """Return the chunk's K and V for each later rank, limited to the tokens that this rank sees."""
@@ -73,9 +73,9 @@ class DirectChain(Chain):
         if not isinstance(buffer, KvBuffer):
             return super().outgoing(layer)
         starts = enumerate(self.plan.partition.boundaries[self.rank + 1 : -1], start=self.rank + 1)
-        seen = [(dst, max(buffer.chunk.start, buffer.layout.first_seen(start))) for dst, start in starts]
+        parts = [(dst, max(buffer.chunk.start, buffer.layout.first_seen(start))) for dst, start in starts]
         end = buffer.chunk.end
-        return [(dst, buffer.rows(start, end)) for dst, start in seen if start < end]
+        return [(dst, buffer.rows(start, end)) for dst, start in parts if start < end]
 
     def before_attention(self, layer: int) -> None:
         """Send the chunk's K and V to all later ranks, then wait for those of all earlier ranks."""

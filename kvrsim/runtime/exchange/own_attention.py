@@ -131,9 +131,9 @@ class RingAttention(OwnAttentionExchange):
                 receive = transport.irecv_prev(landing)
                 self.send(block, self.layer, (self.rank + 1) % transport.size)
             self.clock.mark("attending", self.layer)
-            queries, seen, causal = self.visible(owner)
-            if seen:
-                keys, values = (part[:, :, :seen] for part in buffer.views(block))
+            queries, visible, causal = self.visible(owner)
+            if visible:
+                keys, values = (part[:, :, :visible] for part in buffer.views(block))
                 part = query[:, :, queries:], keys, values, scale
                 merged.add(*block_attention(self.geometry.attention, *part, causal=causal), first=queries)
             if receive is not None:

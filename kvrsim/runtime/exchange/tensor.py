@@ -105,15 +105,15 @@ class ShardForward(ModelForward):
         start, end = self.share.bounds(module.num_embeddings)
         module.weight = self._part(module.weight, 0, start, end)
         module.num_embeddings, module.padding_idx = end - start, None
-        known: list[Any] = []
+        modules: list[Any] = []
 
         def before(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
             ids = args[0] - start
-            known[:] = [(ids >= 0) & (ids < end - start)]
+            modules[:] = [(ids >= 0) & (ids < end - start)]
             return (ids.clamp(0, end - start - 1),)
 
         module.register_forward_pre_hook(before)
-        module.register_forward_hook(lambda _, __, rows: self._sum(rows * known.pop().unsqueeze(-1), None))
+        module.register_forward_hook(lambda _, __, rows: self._sum(rows * modules.pop().unsqueeze(-1), None))
 
     def _cut_experts(self, module: Any, name: str, style: str) -> None:
         """Cut a weight with the matrices of all experts, [E, out, in]; rows of gate come before rows of up."""
