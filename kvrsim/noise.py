@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from kvrsim.hardware import Cluster, SlowGpu, SlowLink, UnevenCluster
 from kvrsim.io.schema import JsonObject, Range, Share, fields_to_json, read
 from kvrsim.program import Array
 from kvrsim.units import parse_seconds
+from kvrsim.values import dataclass
 
 Spread = Annotated[float, Range(least=0.0, most=2.0)]
 
@@ -150,7 +152,7 @@ class NoiseDraw:
         return start_s + seconds if warp is None else warp.end_s(start_s, seconds)
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class _Jitter:
     """Lognormal factors of mean 1, by place (a rank or a link) and index."""
 

@@ -7,9 +7,10 @@ networks whose flows do not share bandwidth; for other networks see kvrsim.execu
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from itertools import groupby
 from typing import TYPE_CHECKING, cast
@@ -34,6 +35,7 @@ from kvrsim.program import (
     host_s_of,
     stream_s,
 )
+from kvrsim.values import dataclass
 
 if TYPE_CHECKING:  # importing noise would slow the start of every plan
     from kvrsim.noise import NoiseDraw
@@ -139,7 +141,7 @@ def _wide(segment: Segment) -> Segment:
     return replace(segment, device_s=segment.device_s[..., None], floor_s=segment.floor_s[..., None])
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class _Rank:
     """State of one rank in its program."""
 

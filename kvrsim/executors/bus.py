@@ -10,9 +10,10 @@ The bus is kept in virtual time, as in the event executor: each of n concurrent 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from kvrsim.executors.batch import Block, Message, Segment, Step, compile_blocks
 from kvrsim.executors.steady import periods_of, steady_advance
 from kvrsim.hardware import Cluster
 from kvrsim.program import AllGather, AllToAll, Array, Load, Program, Recv, RingPass, beside_message_s
+from kvrsim.values import dataclass
 
 if TYPE_CHECKING:  # importing noise would slow the start of every plan
     from kvrsim.noise import NoiseDraw
@@ -107,6 +109,9 @@ class _Later:
         return _Later(self.delay_s, np.maximum(self.floor_s, seconds))
 
 
+_AT_ONCE = _Later()
+
+
 @dataclass(frozen=True, slots=True)
 class _Post:
     """A message: number of waits of its rank before it is posted, time of the post, and seconds alone on the bus."""
@@ -133,7 +138,7 @@ class _Mark(NamedTuple):
     host_s: float
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class _Track:
     """Waits of one rank, and its work before each wait and after the last one."""
 
@@ -219,7 +224,7 @@ class _Graph:
             self.notices[rank, number].append(notice)
 
     def _post(
-        self, rank: int, dst: int, key: Key, busy_s: Value | None, later: _Later = _Later(), *, in_turn: bool = False
+        self, rank: int, dst: int, key: Key, busy_s: Value | None, later: _Later = _AT_ONCE, *, in_turn: bool = False
     ) -> None:
         *_, number = self._number("sent", rank, dst)
         assert isinstance(number, int)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from kvrsim.model.gemm import Gemm, Quantization
 from kvrsim.model.mixers import Mixer, Recurrence
+from kvrsim.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import compress
 from typing import TYPE_CHECKING, Self
 
 from kvrsim.units import format_bytes, format_seconds
+from kvrsim.values import dataclass
 
 if TYPE_CHECKING:
     from kvrsim.results.results import Plan, SimResult
@@ -56,7 +58,7 @@ class Column:
         return " ".join(self.title.split())
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class Table:
     """Rows of text under titles."""
 

@@ -7,11 +7,12 @@ each measured prefill, so that an interrupted search resumes.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks import launch
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S
+from kvrsim.values import dataclass
 from kvrsim.version import __version__
 from planner.candidates import Candidate
 from planner.confirm.confirm import partitions_around
@@ -66,7 +68,7 @@ class SearchTask:
         return facts | {"prefills measured before": str(len(self.known))}
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclasses.dataclass(kw_only=True, slots=True)
 class HardwareSearch:
     """The state and the result of a search."""
 

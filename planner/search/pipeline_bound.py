@@ -38,7 +38,7 @@ largest time of a stage with one layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step
 from kvrsim.strategies.layers import before_step, last, layer_ops, request
 from kvrsim.strategies.pipeline import PIPELINE_SEARCHED
+from kvrsim.values import dataclass
 from planner.search.minimise import unique_rows
 
 _SLOPES, _NUMBERS = 48, 400  # lines below the times of all lengths; intervals of numbers of pieces

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from kvrsim.program import Array
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, chain_like
+from kvrsim.values import dataclass
 from planner.search.balance import balanced_chunks
 from planner.search.bound import lower_bound_and_plans
 from planner.search.grid import Grid

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +12,7 @@ from kvrsim.executors.run import ttft_s
 from kvrsim.noise import Distribution, Noise, NoiseDraw, SideTraffic, parse_noise
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
+from kvrsim.values import dataclass
 
 if TYPE_CHECKING:
     from planner.processes import Pool
