@@ -58,8 +58,9 @@ format: $(VENV)/.dev ## put the code in shape: ruff format, ruff --fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-results: $(VENV)/.dev ## write the pages of results again (NAMES="accuracy speed": these; make sure that nothing else runs)
-	$(BIN)/python -m validate.results $(NAMES)
+INPUTS := TRACES SETTINGS CONFIGS VLLM SGLANG
+results: $(VENV)/.dev ## write all pages of results again, in less than an hour on two idle cores (NAMES="accuracy speed": these)
+	$(BIN)/python -m validate.results $(NAMES) $(foreach name,$(INPUTS),$(if $($(name)),$(name)="$($(name))"))
 
 notebooks: $(VENV)/.dev ## run the notebooks and store what they show
 	$(BIN)/python -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/*.ipynb

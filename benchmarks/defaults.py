@@ -1,25 +1,24 @@
 """Quality and speed of the default answer: 60 questions to `kvrsim plan`, compared with `--strategies all`.
 
 The default compares all strategies that can fit within a search budget; `all` searches each strategy to its end. TTFTs
-are simulated. CPU seconds are measured for the whole command in its own process.
+are simulated, in one process per core. Then CPU seconds are measured: the whole command in its own process, one
+question at a time.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import resource
 import subprocess
 import sys
 from itertools import product
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import kvrsim
 from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.results.results import Plan
-from validate.report import write_benchmark
+from planner.processes import Pool, cores
+from validate.report import table, write_benchmark
 
 MODELS = (
     *("deepseek-v3.2", "glm-5", "kimi-k2", "minimax-m2.5", "qwen3.5-397b-a17b", "qwen3.5-35b-a3b", "qwen3.5-27b"),
@@ -29,31 +28,40 @@ CLUSTERS = ("2x8xh100", "8xh200", "8xb200")
 CONTEXTS = ("16k", "128k")
 QUESTIONS = tuple(product(MODELS, CLUSTERS, CONTEXTS))
 NEAR, USUAL_S, MOST_S, USUAL = 0.02, 3.0, 8.0, 54  # targets: gap; CPU seconds of USUAL and of all questions
-ALL = Path(__file__).parent / "results" / "defaults_all.json"  # answers with `--strategies all`, which take hours
+HEADS = ("model", "cluster", "context", "best", "TTFT", "best of all", "gap", "gap on engines", "CPU")
 
-# Strategy and TTFT for the keys "best", "engines" and "probe"; None: nothing fits. No search changes the probe.
-Answer = dict[str, dict[str, Any] | None]
-
-
-def answer(plan: Plan) -> Answer:
-    """The best strategy of a plan, the fastest that an engine has, and one that shows changes of the model of time."""
-    on_engines = [one for name in DEPLOY_ENGINES if plan.feasible and (one := plan.best_on(name)) is not None]
-    fastest = min(on_engines, key=lambda one: one.ttft_s, default=None)
-    probe = next((one for one in plan.strategies if one.strategy == "tp"), plan.strategies[-1])
-    rows = {"best": plan.best if plan.feasible else None, "engines": fastest, "probe": probe}
-    return {key: one and {"strategy": one.strategy, "ttft_s": float(f"{one.ttft_s:.9g}")} for key, one in rows.items()}
+Answer = tuple[str, float] | None  # strategy and TTFT; None: nothing fits
 
 
-def ask(question: tuple[str, str, str], **options: Any) -> Plan:
-    """Make the plan for a question."""
+class Answers(NamedTuple):
+    """Answers of one plan."""
+
+    best: Answer
+    on_engines: Answer  # fastest strategy that an engine has
+    unsearched: tuple[str, ...]  # strategies left by the search budget
+
+
+def answers(question: tuple[str, str, str], **options: Any) -> Answers:
+    """Make the plan for a question, and take its answers."""
     model, cluster, ctx = question
-    return kvrsim.plan(model=model, cluster=cluster, ctx=ctx, **options)
+    plan: Plan = kvrsim.plan(model=model, cluster=cluster, ctx=ctx, **options)
+    if not plan.feasible:
+        return Answers(None, None, ())
+    on_engines = [(one.ttft_s, one.strategy) for name in DEPLOY_ENGINES if (one := plan.best_on(name)) is not None]
+    fastest = min(on_engines)[::-1] if on_engines else None
+    return Answers((plan.best.strategy, plan.best.ttft_s), fastest, tuple(plan.search.unsearched))
 
 
-def gap(default: Answer, everything: Answer, key: str) -> float:
+def both_answers(question: tuple[str, str, str]) -> tuple[Answers, Answers]:
+    """The answers by default, and with all strategies."""
+    return answers(question), answers(question, strategies="all")
+
+
+def gap(default: Answer, everything: Answer) -> float:
     """Relative difference of the default's TTFT from that of `all`; 0 if nothing fits in either."""
-    here, there = default[key], everything[key]
-    return 0.0 if here is None and there is None else here["ttft_s"] / there["ttft_s"] - 1 if here and there else 1.0
+    return (
+        default[1] / everything[1] - 1 if default and everything else float((default is None) != (everything is None))
+    )
 
 
 def cpu_s(question: tuple[str, str, str]) -> float:
@@ -66,48 +74,28 @@ def cpu_s(question: tuple[str, str, str]) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def answer_of_all(question: tuple[str, str, str], default: Answer, *, anew: bool) -> Answer:
-    """The answer with `all`, from the file unless the model of time has changed or `anew` is true."""
-    known: dict[str, Answer] = json.loads(ALL.read_text()) if ALL.exists() else {}
-    key = " ".join(question)
-    if anew or key not in known or known[key]["probe"] != default["probe"]:
-        known[key] = answer(ask(question, strategies="all"))
-        ALL.write_text(json.dumps(known, indent=1) + "\n")
-    return known[key]
-
-
 def main() -> None:
     """Measure, and write benchmarks/results/defaults.md."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--anew", action="store_true", help="search all strategies again: hours")
-    anew = parser.parse_args().anew
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # modules of an installed package are compiled
-    cells, gaps, engine_gaps, seconds = [], [], [], []
-    for question in QUESTIONS:
-        plan = ask(question)
-        mine = answer(plan)
-        other = answer_of_all(question, mine, anew=anew)
-        gaps.append(gap(mine, other, "best"))
-        engine_gaps.append(gap(mine, other, "engines"))
-        seconds.append(cpu_s(question))
-        left = ", ".join(plan.search.unsearched)
-        best, reference = (one["best"] or {"strategy": "nothing fits", "ttft_s": float("nan")} for one in (mine, other))
-        cells.append(
-            f"| {' | '.join(question)} | {best['strategy']} | {best['ttft_s']:.4g} s | {reference['strategy']} |"
-            f" {gaps[-1]:+.2%} | {engine_gaps[-1]:+.2%} | {seconds[-1]:.2f} s | {left} |"
-        )
-        print(cells[-1], flush=True)
-    count, usual = len(QUESTIONS), sum(one <= USUAL_S for one in seconds)
+    with Pool(jobs=cores()) as pool:
+        pairs = pool.ordered(both_answers, [(question,) for question in QUESTIONS])
+    gaps = [gap(mine.best, other.best) for mine, other in pairs]
+    engine_gaps = [gap(mine.on_engines, other.on_engines) for mine, other in pairs]
+    seconds = [cpu_s(question) for question in QUESTIONS]
+    rows = []
+    for question, (mine, other), *gaps_here, cpu in zip(QUESTIONS, pairs, gaps, engine_gaps, seconds, strict=True):
+        best, reference = (one.best or ("nothing fits", float("nan")) for one in (mine, other))
+        cells = [best[0], f"{best[1]:.4g} s", reference[0], *(f"{one:+.2%}" for one in gaps_here), f"{cpu:.2f} s"]
+        rows.append([*question, *cells, ", ".join(mine.unsearched)])
     near, near_on_engines = (sum(one <= NEAR for one in each) for each in (gaps, engine_gaps))
+    usual = sum(one <= USUAL_S for one in seconds)
     lines = [
-        f"- best within {NEAR:.0%} of the best of all: {near} of {count}; worst {max(gaps):+.2%}",
+        f"- best within {NEAR:.0%} of the best of all: {near} of {len(QUESTIONS)}; worst {max(gaps):+.2%}",
         f"- best that engines have, likewise: {near_on_engines}; worst {max(engine_gaps):+.2%}",
-        f"- at most {USUAL_S:g} s of CPU: {usual} of {count} (target {USUAL}); the longest {max(seconds):.2f} s"
-        f" (target {MOST_S:g} s)",
+        f"- at most {USUAL_S:g} s of CPU: {usual} of {len(QUESTIONS)} (target {USUAL}); the longest"
+        f" {max(seconds):.2f} s (target {MOST_S:g} s)",
         "",
-        "| model | cluster | context | best | TTFT | best of all | gap | gap on engines | CPU | left by the budget |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-        *cells,
+        *table([*HEADS, "left by the budget"], rows),
     ]
     write_benchmark("defaults", lines)
 

@@ -163,7 +163,7 @@ def main() -> None:
     for setting in settings:
         fixed += setting.fixed_rows()
         best += setting.rows()
-        write_benchmark("pipelines", [*fixed, *best])
+    write_benchmark("pipelines", [*fixed, *best])
 
 
 if __name__ == "__main__":

@@ -124,10 +124,8 @@ def main() -> None:
         "| setting | strategy: kept | knots: new x prefix x batch | file | build | on knots | between knots |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name in SETTINGS:
-        lines.append(row(name))
-        told = f"Build: {cores()} processes, on a machine that others used as well."
-        write_benchmark("predictor", [*lines, "", told])
+    lines += [row(name) for name in SETTINGS]
+    write_benchmark("predictor", [*lines, "", f"Build: {cores()} processes, on a machine that others used as well."])
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """The pages of results: the command that writes each, the predictions that it rests on, and whether it is stale.
 
-    python -m validate.results              write each page that needs only this checkout (`make results`)
+    python -m validate.results              write all pages that need only this checkout (`make results`)
     python -m validate.results NAME...      write these pages, such as `speed`
+    python -m validate.results TRACES=FOLDER    write also the pages whose commands need this file or folder
     python -m validate.results --check      list stale pages; the exit code is 1 if there are any (`make check`)
     python -m validate.results --freeze NAME...     mark these pages: later versions of kvrsim predict other values
 
 validate/results.json lists the pages and the predictions. A page ends with a comment that holds its command, commit,
 date, machine, and the values of some predictions at that time. It is stale if its command has changed since, or if one
 of these values now differs by more than _TOLERANCE. Pages that contain only times of a machine depend on no prediction.
-Frozen pages are not checked.
+Frozen pages are not checked; only pages that need more than this checkout can be frozen. After an interruption the same
+command resumes: without NAME, pages that this machine wrote at this commit are kept.
 """
 
 from __future__ import annotations
@@ -19,10 +21,15 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -39,6 +46,8 @@ DOCS, BENCHMARKS = "docs/results", "benchmarks/results"  # folders of pages
 _DATA = ROOT / "kvrsim" / "data"
 _TOLERANCE = 1e-3  # relative tolerance; a smaller change of a prediction leaves a page valid
 _MARK = "<!-- results "
+_INPUT = re.compile(r"\b[A-Z]{2,}\b")  # an input in the command of a page, such as TRACES
+_END_S = 10.0  # seconds in which an interrupted command must end
 
 Value = float | str
 
@@ -72,7 +81,9 @@ class ResultsPage:
     path: str  # path from the root of the repository
     command: str
     rests_on: tuple[str, ...] = ()  # keys of PREDICTIONS
-    needs: str | None = None  # what it needs besides this checkout and some minutes; None: `make results` writes it
+    needs: str | None = None  # what it needs besides this checkout; None: `make results` writes it
+    program: str | None = None  # program without which the page is not written, such as chromium
+    seconds: float = 0.0  # seconds that the command takes on two cores, for the estimate
 
     @property
     def name(self) -> str:
@@ -84,11 +95,44 @@ class ResultsPage:
         """Path of the page."""
         return ROOT / self.path
 
-    def write(self) -> int:
-        """Run the command; return its exit code."""
-        words = shlex.split(self.command)
-        words[0] = sys.executable
-        return subprocess.run(words, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False).returncode
+    @property
+    def inputs(self) -> frozenset[str]:
+        """Names of the files and folders that the command needs."""
+        return frozenset(_INPUT.findall(self.command))
+
+    def lacks(self, inputs: Mapping[str, str]) -> str | None:
+        """What the page still needs, given these inputs; None if it can be written."""
+        if self.program is not None and shutil.which(self.program) is None:
+            return self.program
+        return None if self.inputs and self.inputs <= inputs.keys() else self.needs
+
+    def is_written(self) -> bool:
+        """Whether this command wrote the page on this machine at this commit, in a checkout without changes."""
+        origin = origin_of(self.file.read_text("utf-8")) if self.file.exists() else None
+        if origin is None or origin.commit.endswith("+"):
+            return False
+        return (origin.command, origin.commit, origin.machine) == (self.command, _commit(), machine())
+
+    def write(self, inputs: Mapping[str, str]) -> int:
+        """Run the command with these inputs; return its exit code. An interruption ends it, and prints nothing."""
+        command = _INPUT.sub(lambda match: shlex.quote(inputs.get(match[0], match[0])), self.command)
+        words = [sys.executable, *shlex.split(command)[1:]]
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        with tempfile.TemporaryFile() as errors:
+            process = subprocess.Popen(words, cwd=ROOT, env=environment, stderr=errors, start_new_session=True)
+            try:
+                code = process.wait()
+            except KeyboardInterrupt:
+                os.killpg(process.pid, signal.SIGINT)  # it ends its own processes
+                try:
+                    process.wait(_END_S)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                raise
+            if code:
+                errors.seek(0)
+                sys.stderr.write(errors.read().decode(errors="replace"))
+        return code
 
     def freeze(self) -> None:
         """State on the page that predictions have changed since it was written."""
@@ -221,33 +265,80 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write pages, or check them."""
     parser = argparse.ArgumentParser(prog="python -m validate.results", description=(__doc__ or "").split("\n", 1)[0])
     by_name = {page.name: page for page in PAGES}
-    parser.add_argument("names", nargs="*", metavar="NAME", help="pages to write: " + ", ".join(by_name))
+    what = f"pages to write: {', '.join(by_name)}; or inputs of their commands, such as TRACES=FOLDER"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=what)
     parser.add_argument("--check", action="store_true", help="write nothing, list stale pages")
     parser.add_argument("--freeze", action="store_true", help="run nothing, mark these pages as frozen")
     options = parser.parse_args(arguments)
-    if unknown := [name for name in options.names if name not in by_name]:
+    inputs = dict(name.split("=", 1) for name in options.names if "=" in name)
+    names = [name for name in options.names if "=" not in name]
+    if unknown := [name for name in names if name not in by_name]:
         parser.error(f"NAME: got {unknown[0]}, accepted: {', '.join(by_name)}")
+    known = frozenset[str]().union(*(page.inputs for page in PAGES))
+    if unknown := [name for name in inputs if name not in known]:
+        parser.error(f"INPUT=PATH: got {unknown[0]}, accepted: {', '.join(sorted(known))}")
+    pages = [by_name[name] for name in names]
     if options.check:
         lines = list(stale())
-        print("\n".join(lines) or f"{len(PAGES)} pages of results are up to date")
+        print("\n".join(lines) or f"{len(PAGES)} pages of results are up to date; written at {_commits()}")
         return 1 if lines else 0
     if options.freeze:
-        for name in options.names:
-            by_name[name].freeze()
+        if short := [page.name for page in pages if page.needs is None]:
+            parser.error(f"--freeze: got {short[0]}, accepted: pages that need more than a checkout; write it instead")
+        for page in pages:
+            page.freeze()
         return 0
-    pages = [by_name[name] for name in options.names] or [page for page in PAGES if not page.needs]
-    failed = 0
-    for page in pages:
+    if not names:
+        pages = [page for page in PAGES if page.lacks(inputs) is None]
+        left = [f"{page.name} ({page.lacks(inputs)})" for page in PAGES if page not in pages]
+        _report("not written: " + "; ".join(left))
+        kept = [page for page in pages if page.is_written()]
+        if kept:
+            _report(f"kept, written at commit {_commit()}: {', '.join(page.name for page in kept)}")
+        pages = [page for page in pages if page not in kept]
+    return _write(pages, inputs)
+
+
+def _write(pages: Sequence[ResultsPage], inputs: Mapping[str, str]) -> int:
+    """Write pages in order, with an estimate of the time that is left; return the exit code of `main`."""
+    if _commit().endswith("+"):
+        _report("the checkout has changes that are not committed: an interrupted run will begin anew")
+    failed: list[str] = []
+    done_s, expected_s = 0.0, 0.0
+    for index, page in enumerate(pages):
+        pace = done_s / expected_s if expected_s else 1.0
+        left_s = pace * sum(one.seconds for one in pages[index:])
+        _report(
+            f"page {index + 1} of {len(pages)}, {page.name}: {pace * page.seconds:.0f} s; all: {left_s / 60:.0f} min"
+        )
         begin_s = time.monotonic()
-        code = page.write()
-        failed += code != 0
-        ended = f"ended with {code} after " * (code != 0)
-        print(f"{page.path}: {ended}{time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
-    others = [f"{page.name} ({page.needs})" for page in PAGES if page not in pages]
-    if others and not options.names:
-        print(f"not written: {', '.join(others)}", file=sys.stderr)
-    return int(failed > 0)
+        try:
+            code = page.write(inputs)
+        except KeyboardInterrupt:
+            _report(f"interrupted: {index - len(failed)} pages are written; the same command resumes with {page.name}")
+            return 130
+        taken_s = time.monotonic() - begin_s
+        if code:
+            failed.append(page.name)
+        _report(f"{page.path}: {f'ended with {code} after ' * (code != 0)}{taken_s:.0f} s")
+        done_s, expected_s = done_s + taken_s, expected_s + page.seconds
+    if failed:
+        _report(f"failed: {', '.join(failed)}")
+    return int(bool(failed))
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _commits() -> str:
+    """The commits of the pages that need only this checkout, with the number of pages."""
+    texts = [page.file.read_text("utf-8") for page in PAGES if page.needs is None and page.file.exists()]
+    count = Counter(origin.commit for text in texts if (origin := origin_of(text)) is not None)
+    return ", ".join(f"{commit} ({number})" for commit, number in count.most_common())
 
 
 if __name__ == "__main__":
+    for ending in (signal.SIGTERM, signal.SIGHUP):  # they interrupt, as Ctrl-C does
+        signal.signal(ending, signal.default_int_handler)
     sys.exit(main())

@@ -125,6 +125,7 @@ def run() -> None:
             stream.reconfigure(errors="backslashreplace")  # escapes characters that the terminal's encoding lacks
     code = main(sys.argv[1:])
     gc.freeze()  # without it, Python visits every object of torch at exit, which takes a second
+    exec("")  # after Ctrl-C in an `exec` of a library, Python would otherwise end itself by SIGINT, not by `code`
     sys.exit(code)
 
 
@@ -159,8 +160,10 @@ def main(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         return _fail(_interrupted(), EXIT_INTERRUPTED)
     except (BrokenPipeError, SystemExit) as error:  # Click raises SystemExit for a broken pipe
-        if isinstance(error, SystemExit) and error.code in (0, *EXIT_SIGNALS):
-            return int(error.code or 0)  # after shell completion, or after a signal while ranks ran
+        if isinstance(error, SystemExit) and error.code in EXIT_SIGNALS:  # while ranks ran
+            return _fail(_interrupted(), int(error.code))
+        if isinstance(error, SystemExit) and error.code == 0:  # after shell completion
+            return 0
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit needs an open file
         return EXIT_CLOSED_PIPE
     except OSError as error:  # for example, the disk is full

@@ -36,6 +36,16 @@ def read_text(path: str | Path, argument: str, *, what: str, most_bytes: int) ->
         raise InputError(argument, name, f"{what}, as text in UTF-8") from None
 
 
+def use_no_compiler_cache() -> None:
+    """Prevent torch from making a folder for compiled code when transformers is imported.
+
+    kvrsim compiles nothing: unless the environment names a folder, it is the one for temporary files, which exists.
+    """
+    import tempfile
+
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+
+
 def write_atomically(path: str | Path, data: bytes, *, argument: str) -> None:
     """Write to a temporary file in the same folder, then rename: a reader sees the old file or the new one.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrsim.errors import InputError
-from kvrsim.io.files import write_atomically
+from kvrsim.io.files import use_no_compiler_cache, write_atomically
 from kvrsim.io.schema import JsonObject, parse_json
 from kvrsim.model import template
 from kvrsim.model.mixers import Attention
@@ -217,6 +217,7 @@ def _reader() -> Any:
     """The module that reads classes; None without torch and transformers."""
     if any(find_spec(name) is None for name in ("torch", "transformers")):
         return None
+    use_no_compiler_cache()
     from kvrsim.model import reader
 
     return reader

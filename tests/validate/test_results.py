@@ -44,6 +44,56 @@ def test_a_page_is_stale_where_a_prediction_has_changed(
     assert bool(list(results.stale())) is is_stale
 
 
+@pytest.mark.parametrize(
+    ("commit", "machine", "is_kept"), [("abc", "one", True), ("b", "one", False), ("abc", "two", False)]
+)
+def test_a_page_is_kept_at_its_commit_and_machine(
+    page: ResultsPage, monkeypatch: pytest.MonkeyPatch, commit: str, machine: str, is_kept: bool
+) -> None:
+    monkeypatch.setattr(results, "machine", lambda: "one")
+    write_page(page.file, ["# One"])
+    monkeypatch.setattr(results, "machine", lambda: machine)
+    monkeypatch.setattr(results, "_commit", lambda: commit)
+    assert page.is_written() is is_kept
+    assert not replace(page, command="python -m two").is_written()
+
+
+def test_pages_of_a_changed_checkout_are_not_kept(page: ResultsPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "_commit", lambda: "abc+")
+    write_page(page.file, ["# One"])
+    assert not page.is_written()
+
+
+def test_an_interruption_ends_the_command_and_names_the_page(
+    page: ResultsPage, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The second command fails, the third interrupts this process."""
+    stop = "import os, signal, time; os.kill(os.getppid(), signal.SIGINT); time.sleep(600)"
+    codes = {"first": "print(1)", "second": "raise ValueError(2)", "third": stop, "fourth": "print(4)"}
+    pages = tuple(replace(page, path=f"{name}.md", command=f'python -c "{code}"') for name, code in codes.items())
+    monkeypatch.setattr(results, "PAGES", pages)
+    assert results.main([]) == 130
+    output, errors = capfd.readouterr()
+    assert output == "1\n"
+    assert errors.count("Traceback") == 1, "only of the command that failed"
+    assert errors.splitlines()[-1] == "interrupted: 1 pages are written; the same command resumes with third"
+
+
+def test_inputs_and_programs_make_a_page_writable(monkeypatch: pytest.MonkeyPatch) -> None:
+    traces = replace(PAGE, command="python one.py --traces TRACES", needs="traces")
+    assert (traces.lacks({}), traces.lacks({"TRACES": "here"}), PAGE.lacks({})) == ("traces", None, None)
+    monkeypatch.setattr(results.shutil, "which", lambda name: None)
+    assert replace(PAGE, program="chromium").lacks({}) == "chromium"
+
+
+def test_a_page_that_needs_only_the_checkout_cannot_be_frozen(
+    page: ResultsPage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        results.main(["--freeze", "one"])
+    assert "got one" in capsys.readouterr().err
+
+
 def test_a_frozen_page_says_so_and_is_not_stale(page: ResultsPage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "prediction", lambda name: 3.0)
     before = body(page.file.read_text())
