@@ -179,3 +179,15 @@ def test_other_ends_take_one_line_too(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert words in err
+
+
+def test_an_interrupt_in_exec_ends_with_its_code() -> None:
+    """Python ends itself by SIGINT after an interrupt in text that a library executes, even if it is caught."""
+    code = """if True:
+        from kvrsim.cli import main
+        main.app = lambda **_: exec("raise KeyboardInterrupt")
+        main.run()
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == cli.EXIT_INTERRUPTED
+    assert done.stderr.count("\\n") == 1

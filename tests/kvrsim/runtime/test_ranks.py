@@ -250,3 +250,7 @@ def test_an_interrupt_while_ranks_start_is_one_line_and_leaves_nothing(tmp_path:
     (line,) = (line for line in errors.splitlines() if "other processes" not in line)  # a busy machine causes a note
     assert "interrupted" in line
     assert left_in(tmp_path) == []
+
+
+def test_ranks_make_no_folder_for_compiled_code() -> None:
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).is_dir()
