@@ -190,4 +190,4 @@ def test_an_interrupt_in_exec_ends_with_its_code() -> None:
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == cli.EXIT_INTERRUPTED
-    assert done.stderr.count("\\n") == 1
+    assert done.stderr.count("\n") == 1
