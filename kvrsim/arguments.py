@@ -400,13 +400,13 @@ class ScenarioArgs(Arguments):
     expert_parallel : bool
         Place whole experts on GPUs (expert parallelism); ranks exchange their tokens.
     expert_imbalance : X
-        With --expert-parallel, the busiest GPU's tokens over the mean of all GPUs. Default: from a power law.
+        With --expert-parallel, tokens of the busiest GPU divided by the mean of all GPUs. Default: from a power law.
 
     Machine
     -------
     cluster : NAME|PATH
-        GPUs and their links: a built-in name, a size such as 2x8xh100, or a file. Default: where the profile
-        was measured, or a100-nvlink.
+        GPUs and their links: a built-in name, a size such as 2x8xh100, or a file. Default: the cluster on which the
+        profile was measured, or a100-nvlink.
     profile : NAME|PATH
         A calibration profile, or roofline. Default: the built-in one of the cluster's GPU; on A100, a100-eager
         for the models of the KV-Runahead paper.
@@ -544,7 +544,7 @@ TABLE = option(
     named("planner.table.table:PartitionTable"),
 )
 SEED = option(
-    "N", "Seed of all random draws; the same seed gives the same answer.", "Randomness", count(MOST_SEED, least=0), 0
+    "N", "Seed of all random numbers; the same seed gives the same answer.", "Randomness", count(MOST_SEED, least=0), 0
 )
 
 
@@ -573,7 +573,7 @@ class SearchArgs(Arguments):
     stride : LEN
         Search only chunk boundaries that are multiples of LEN.
     search_budget : TIME
-        Limit of the default comparison's searches, about seconds of an idle core; --strategies all has none.
+        Limit of all searches together, in seconds of an idle core (approximate); --strategies all has no limit.
     """
 
     table: Any = TABLE
@@ -690,7 +690,7 @@ class BudgetArgs(PoolArgs):
     Processes
     ---------
     time_budget : TIME
-        Return what is complete after about this time, and say what is left out. Default: no limit.
+        End after about this time, with what is complete and a note of what is missing. Default: no limit.
     """
 
     time_budget: Any = entry(quantity(parse_seconds))

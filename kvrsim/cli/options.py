@@ -203,7 +203,7 @@ class DeployArgs(Arguments):
     Output
     ------
     emit : vllm|sglang|trtllm
-        Print the launch of the answer's fastest strategy that this engine has.
+        Print the command that launches the fastest strategy that this engine has.
 
     Search
     ------
@@ -250,7 +250,7 @@ class HardwareArgs(Arguments):
     warmups : N
         Warm-up prefills of each candidate, which are not measured.
     other_machine : bool
-        Measure although the profile is of another machine.
+        Measure even if the profile describes another machine.
     timeout : TIME
         Longest wait of a rank for a message. Default: from the prediction.
     """

@@ -91,8 +91,9 @@ def pending(seed: int, targets: dict[str, int], records: dict[Case, dict[str, An
 HEAD = """# Random command lines, files and calls
 
 A case breaks the law if it ends in a traceback or in an error that names no parameter, prints invalid JSON, is silent
-for more than 10 s of CPU time, or needs more than 1 GiB of memory. CPU time, silence and memory are the largest of all
-cases; a process runs several cases. The code of a call is 1 if it was answered. The commit is that of the last cases.
+for more than 10 s of CPU time, or needs more than 1 GiB of memory. The table has the largest CPU time, silence and
+memory of all cases; one process runs several cases. The code of a call is 1 if it was answered. The commit is that of
+the last cases.
 """
 
 

@@ -25,7 +25,7 @@ class AnswerArgs(OutputArgs):
     Question
     --------
     strategies : NAME,NAME,...|all
-        Strategies that groups may run; each uses its fastest. Default: all without a long search.
+        Strategies that groups may run; each group uses its fastest. Default: all that need no long search.
 
     Output
     ------

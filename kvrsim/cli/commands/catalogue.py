@@ -221,7 +221,7 @@ models = _commands(
     "List the built-in models.",
     """Print one model: parameters, kinds of layers, cache.
 
-    Also prints what of the model is approximated.
+    Also prints which parts of the model are approximated.
 
     Example: kvrsim models show llama-3-8b
     """,
@@ -233,12 +233,12 @@ models = _commands(
 def models_add(
     *,
     source: Any = argument("CONFIG|FOLDER", "A config.json, its folder, or a Hugging Face id on this disk."),
-    name: Any = option("NAME", "Its name; without it that of the folder."),
+    name: Any = option("NAME", "Name of the model. Default: the name of the folder."),
     json: Any = JSON,
 ) -> None:
     """Add a model to your own catalogue.
 
-    It is read once; later commands know it by its name and need neither the file nor torch.
+    The command reads it once; later commands take its name and need neither the file nor torch.
 
     Example: kvrsim models add path/to/config.json --name my-model
     """

@@ -35,15 +35,15 @@ class ConfirmArgs(Arguments):
     Question
     --------
     strategies : NAMES|all
-        Strategies to measure, such as ring,tp,kvr-s; all: every one that the planner ranks and that runs here.
+        Strategies to measure, such as ring,tp,kvr-s; all: every strategy that the planner compares and that runs here.
         Default: single,tsp,kvr-e,kvr-s.
 
     Target
     ------
     max_regret : SHARE
-        Fail if the plan's choice is slower than the fastest candidate by more, significantly.
+        Fail if the plan's choice is significantly slower than the fastest candidate, by more than this share.
     max_error : SHARE
-        Fail if the median error of the predictions is larger.
+        Fail if the median error of the predictions is larger than this.
     max_logit_error : SHARE
         Fail if logits differ by more than this share of the largest. Default: depends on the dtype.
 
@@ -52,7 +52,7 @@ class ConfirmArgs(Arguments):
     top : K
         Number of KVR partitions: the plan's, and the K - 1 next best.
     search : bool
-        Search a faster partition by measuring, starting from the plan's; needs --output.
+        Search a faster partition with measured TTFTs, from the plan's partition on; needs --output.
     minutes : M
         Approximate time limit of --search, in minutes.
 

@@ -31,8 +31,8 @@ def strategy_map(
 ) -> None:
     """Find the fastest strategy over contexts and GPUs.
 
-    Also prints the context from which each strategy is faster than one GPU. A gain below 2 % of TTFT is ignored: one
-    GPU, or fewer GPUs, win.
+    Also prints the context from which each strategy is faster than one GPU. A gain below 2 % of TTFT is ignored: the
+    answer is then one GPU, or fewer GPUs.
 
     Example: kvrsim map --ctx 1k:64k:x4 --gpus 2,4,8 --cluster h100-nvlink
     """

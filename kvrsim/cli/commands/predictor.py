@@ -15,7 +15,7 @@ from kvrsim.version import __version__
 from kvrsim.views.table import format_interval
 
 app = Group()
-_STRATEGY = "What the GPUs run; best: the fastest that fits and that some engine has."
+_STRATEGY = "Strategy of the GPUs; best: the fastest one that fits and that some engine has."
 
 
 @app.command("build")
@@ -71,7 +71,7 @@ def lookup(
     file: Any = argument("PREDICTOR", "A file that kvrsim predictor build has written."),
     ctx: Any = option("LEN", "Context length in tokens: 16k is 16384.", "Question", tokens, REQUIRED),
     cached_prefix: Any = option(
-        "LEN", "Leading tokens of it whose K and V are already cached.", "Question", tokens_or_none, 0
+        "LEN", "Leading tokens of the context whose K and V are already cached.", "Question", tokens_or_none, 0
     ),
     batch: Any = option(
         "N", "Number of sequences prefilled together, each of --ctx tokens.", "Question", count(2**20), 1
