@@ -31,7 +31,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 RESULT, EQUIVALENT = (ROOT / "benchmarks" / name for name in ("results/mutation.json", "data/equivalent_mutants.json"))
 LAWS, SEARCH = "tests/laws/test_executors.py", "tests/planner/search"
-_SHOWN = ("ring", "ulysses", "kvr-direct", "tsp")
 
 
 def _agree(names: Iterable[str], network: str) -> list[str]:
@@ -46,49 +45,46 @@ def _noise(*names: str) -> list[str]:
     return [f"tests/laws/test_noise_runs.py::test_both_executors_agree_sample_by_sample[{name}]" for name in names]
 
 
-_OWN, _BATCHES = "tests/kvrsim/executors", f"{LAWS}::test_a_batch_equals_its_rows"
+_OWN, _BATCHES, _SMALL = (
+    "tests/kvrsim/executors",
+    f"{LAWS}::test_a_batch_equals_its_rows",
+    f"{LAWS}::test_small_programs",
+)
 TESTS = {  # tests that cover a module; quick tests and those that detect the most mutants come first
     "kvrsim/executors/batch.py": [
-        f"{_OWN}/test_executors.py",
-        *_agree(_SHOWN, "own links"),
-        *_layers("tsp-switch", "ring-switch"),
+        *(_SMALL, f"{_OWN}/test_executors.py", f"{_OWN}/test_run.py"),
+        *_agree(("ring", "tsp"), "own links"),
         *_noise("ring", "kvr-direct"),
-        f"{_BATCHES}[ring]",
     ],
     "kvrsim/executors/bus.py": [
-        f"{_OWN}/test_run.py",
-        *_agree(_SHOWN, "bus"),
-        *_layers("tsp-bus", "ring-bus"),
-        *_noise("ring", "tsp"),
-        f"{_BATCHES}[ulysses]",
+        *(_SMALL, f"{_OWN}/test_run.py", f"{_OWN}/test_bus.py"),
+        *_agree(("tsp", "pp"), "bus"),
+        *_layers("tsp-bus"),
+        *_noise("ring"),
     ],
     "kvrsim/executors/chain.py": [
-        f"{_OWN}/test_chain.py",
-        f"{_OWN}/test_run.py",
+        *(f"{_OWN}/test_chain.py", f"{_OWN}/test_run.py"),
         *_agree(("kvr-s", "kvr-b"), "own links"),
         *_layers("kvr-s-switch"),
         f"{_BATCHES}[kvr-s]",
     ],
     "kvrsim/executors/event.py": [
-        f"{_OWN}/test_bus.py",
-        *_agree(_SHOWN, "bus"),
-        *_agree(_SHOWN, "own links"),
-        "tests/kvrsim/results/test_timeline.py",
+        *(_SMALL, f"{_OWN}/test_bus.py", "tests/kvrsim/results/test_timeline.py"),
+        *_agree(("tsp",), "own links"),
         *_noise("tsp"),
     ],
     "kvrsim/executors/pipeline.py": [
-        f"{_OWN}/test_pipeline.py",
+        *(f"{_OWN}/test_pipeline.py", f"{_OWN}/test_run.py"),
         *_agree(("pp", "pp2+cp2", "tp2+pp"), "own links"),
         *_agree(("pp",), "bus"),
         *_layers("pp2+cp2-switch"),
     ],
     "kvrsim/executors/run.py": [
-        f"{_OWN}/test_run.py",
-        f"{_OWN}/test_pipeline.py",
+        *(f"{_OWN}/test_run.py", _SMALL, f"{_OWN}/test_pipeline.py"),
         *(test for network in ("own links", "bus") for test in _agree(("kvr-s", "pp"), network)),
         *_noise("tsp"),
     ],
-    "kvrsim/executors/steady.py": [f"{_OWN}/test_steady.py", f"{_OWN}/test_run.py", *_layers("tsp-switch", "tsp-bus")],
+    "kvrsim/executors/steady.py": [f"{_OWN}/test_steady.py", f"{_OWN}/test_run.py", _SMALL, *_layers("tsp-switch")],
     "planner/search/bound.py": [
         f"{SEARCH}/test_bound.py::{name}"
         for name in (

@@ -165,7 +165,7 @@ def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = Non
 
     if draw is None:
         return run_shared(program, cluster)
-    size = max(1, _SHARED_CELLS // max(1, len(program.layer_kind_index) * program.num_ranks**2))
+    size = max(1, _SHARED_CELLS // (len(program.layer_kind_index) * program.num_ranks**2))
     parts = [draw.only(range(draw.num_samples)[first : first + size]) for first in range(0, draw.num_samples, size)]
     rows = [program.row(index) for index in range(program.num_rows)]
     each_s = [np.concatenate([run_shared(row, cluster, part) for part in parts], axis=1) for row in rows]

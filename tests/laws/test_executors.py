@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from kvrsim.compile import build_program, columns
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import Runner, run_program
+from kvrsim.noise import Noise, NoiseDraw
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from tests.building import Draws, any_rows, any_run, draws, examples
+from tests.building.programs import small_cluster, small_program
 
 HYBRIDS = (
     *("tp2+kvr-s", "tp2+kvr-direct", "tp2+ring", "tp4+striped", "tp2+zigzag-ring", "tp2+zigzag"),
@@ -35,6 +40,21 @@ def assert_executors_agree(scenario: Scenario, strategy: Strategy, rows: list[tu
     assert last_s == pytest.approx(finish_s[-1], rel=1e-9, abs=0)
 
 
+@given(seed=st.integers(0, 2**32))
+@examples(600)
+def test_small_programs(seed: int) -> None:
+    """All operations, in any order and repeated, for two partitions, also under noise of one sample."""
+    rng = random.Random(seed)
+    cluster = small_cluster(rng, rng.randint(2, 4))
+    program = small_program(rng, cluster.num_gpus, num_rows=2)
+    jitter = Noise(compute_jitter=0.3, message_jitter=0.3)
+    draw = NoiseDraw(jitter, program.num_ranks, seed=seed, samples=range(1)) if rng.random() < 0.3 else None
+    finish_s = run_program(program, cluster, draw).reshape(program.num_ranks, -1)
+    for index, times_s in enumerate(finish_s.T):
+        event = EventSimulation(program.row(index), cluster, record=False, noise=draw)
+        assert times_s == pytest.approx(np.array(event.finish_s), rel=1e-9, abs=0)
+
+
 @pytest.mark.parametrize("topologies", NETWORKS.values(), ids=NETWORKS)
 @pytest.mark.parametrize("name", NAMES)
 @given(rng=draws())
@@ -48,7 +68,7 @@ def test_every_executor_agrees_with_the_event_executor(name: str, topologies: tu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["switch", "bus"])
-@pytest.mark.parametrize("name", ["kvr-s", "kvr-direct", "tsp", "ring", "zigzag", "ulysses", "tp2+pp", "pp2+cp2"])
+@pytest.mark.parametrize("name", ["kvr-s", "tsp", "zigzag", "tp2+pp", "pp2+cp2"])
 @given(rng=draws())
 @examples(15)
 def test_many_layers(name: str, topology: str, rng: Draws) -> None:
@@ -58,7 +78,7 @@ def test_many_layers(name: str, topology: str, rng: Draws) -> None:
     assert_executors_agree(scenario, strategy, any_rows(rng, scenario, strategy, 2))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["kvr-s", "kvr-b", "pp", "tp2+pp", "pp2+cp2"])
 @given(rng=draws())
 @examples(15)
 def test_a_batch_equals_its_rows(name: str, rng: Draws) -> None:

@@ -13,6 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
+from kvrsim.executors.batch import compile_blocks
+from kvrsim.executors.bus import _Graph, _Run
 from kvrsim.executors.event import EventSimulation, FairBus
 from kvrsim.hardware import Cluster
 from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
@@ -136,6 +138,20 @@ def test_a_ring_on_a_bus() -> None:
     """Three ranks send 100 bytes each in both steps of the ring, so the bus carries 2 x 300 bytes."""
     gather = (AllGather(nbytes=np.array([100.0])),)
     assert EventSimulation(one_layer(gather, gather, gather), bus_cluster(3)).finish_s == pytest.approx((60, 60, 60))
+
+
+@pytest.mark.parametrize("nbytes", [[1.0, 2.0, 7.0], [3.0, 3.0, 3.0]])
+def test_last_departure_of_each_layer(nbytes: list[float]) -> None:
+    """The steady state of a bus rests on it: no message of a layer may leave after a rank begins the next layer."""
+    layer = tuple((AllGather(nbytes=np.array([size])), compute(size)) for size in nbytes)
+    program, cluster = replace(one_layer(*layer), layer_kind_index=(0,) * 4), bus_cluster(3)
+    graph = _Graph(cluster, 3, 1)
+    graph.take(compile_blocks(program, cluster)[1:2] * 4)
+    run = _Run(graph, keeps_left=True)
+    run.finish_s()
+    spans = EventSimulation(program, cluster).timeline.spans
+    last_s = [max(span.end_s for span in spans if span.kind == "transfer" and span.layer == one) for one in range(4)]
+    assert run.all_left_s(4)[:, 0] == pytest.approx(last_s, rel=1e-12)
 
 
 @given(rng=draws())

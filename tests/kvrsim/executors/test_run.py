@@ -1,31 +1,79 @@
-"""The choice of executors: the fast ones are used where they suit, and blocks have a limited size."""
+"""The choice of executors: fast ways are taken where they suit, and blocks have a limited size."""
 
 from __future__ import annotations
+
+import importlib
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvrsim.builder import make_scenario
-from kvrsim.compile import build_program, for_strategy
-from kvrsim.executors.batch import compile_blocks
-from kvrsim.executors.bus import _steady_finish_s
-from kvrsim.executors.run import Runner, ttft_s
-from kvrsim.strategies import STRATEGIES
+from kvrsim.compile import for_strategy
+from kvrsim.executors.batch import BatchEvaluator, run_batch
+from kvrsim.executors.run import Runner, finish_s, ttft_s
+from kvrsim.hardware import load_cluster
+from kvrsim.program import AllGather, Compute, Op, Program
+from kvrsim.strategies import STRATEGIES, get_strategy
 
 
-@pytest.mark.parametrize("gpus", [2, 3])
-@pytest.mark.parametrize("name", ["kvr-s", "kvr-e"])
-def test_the_recurrence_of_chains(name: str, gpus: int) -> None:
-    strategy = STRATEGIES[name]
-    assert Runner(for_strategy(make_scenario(ctx=1000, gpus=gpus)[0], strategy), strategy).chain is not None
+def calls_of(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[str]:
+    """A list that grows with each call of the owner's function."""
+    run, calls = getattr(owner, name), list[str]()
+
+    def counted(*values: Any, **options: Any) -> Any:
+        calls.append(name)
+        return run(*values, **options)
+
+    monkeypatch.setattr(owner, name, counted)
+    return calls
 
 
-def test_a_bus_in_steady_state() -> None:
-    """Layers of a100-eager take longer than their launches, so not all 32 layers are simulated."""
-    scenario = for_strategy(make_scenario(ctx=4000, gpus=2, topology="bus")[0], STRATEGIES["tsp"])
-    program = build_program(scenario, STRATEGIES["tsp"], [np.full(1, 2000.0)] * 2)
-    cluster = scenario.cluster
-    assert _steady_finish_s(program, cluster, compile_blocks(program, cluster)) is not None
+@pytest.mark.parametrize(
+    ("owner", "name", "number", "strategy", "options"),
+    [
+        ("run", "run_batch", 0, "kvr-s", {}),  # chains are run by a recurrence
+        ("run", "run_batch", 0, "kvr-e", {"gpus": 2}),
+        ("run", "build_program", 0, "pp", {"profile": "a100-flash"}),
+        ("pipeline._PipelineRun", "_in_steps", 0, "pp", {"profile": "a100-flash"}),
+        ("bus._Graph", "take", 5, "tsp", {"topology": "bus"}),  # prologue, four of 32 layers
+        ("bus._Run", "_deliver", 1, "kvr-s", {"topology": "bus", "profile": "a100-flash"}),  # only at the start
+    ],
+)
+def test_fast_ways_are_taken(
+    owner: str, name: str, number: int, strategy: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, *cls = owner.split(".")
+    place: Any = importlib.import_module(f"kvrsim.executors.{module}")
+    calls = calls_of(monkeypatch, getattr(place, *cls) if cls else place, name)
+    scenario = for_strategy(make_scenario(**{"ctx": 4000, "gpus": 4} | options)[0], get_strategy(strategy))
+    gpus = scenario.cluster.num_gpus
+    finish_s(scenario, get_strategy(strategy), np.full((1, gpus), 4000.0 / gpus))
+    assert len(calls) == number
+
+
+@pytest.mark.parametrize(
+    ("cycle", "pieces", "work"),
+    [
+        (1, (2, 2, 2), (1, 0, 1)),
+        (2, (1, 1, 0, 0), (1, 1, 1, 1)),
+        (3, (1, 1, 3, 3), (1, 1, 4, 0)),
+        (4, (0, 1, 2, 2), (2, 3, 4, 4)),
+    ],
+)
+def test_layers_are_run_until_they_advance_alike(
+    cycle: int, pieces: tuple[int, ...], work: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times advance alike over one layer or over a cycle of several; two cycles and a layer show it."""
+    calls = calls_of(monkeypatch, BatchEvaluator, "_run")
+    layer = tuple(
+        (AllGather(nbytes=np.array([float(nbytes)])), Compute(name="work", device_s=np.array([float(work_s)])))
+        for nbytes, work_s in zip(pieces, work, strict=True)
+    )
+    none: tuple[tuple[Op, ...], ...] = ((),) * len(layer)
+    program = Program(strategy="test", prologue=none, layers=(layer,), layer_kind_index=(0,) * 49, epilogue=none)
+    run_batch(program, load_cluster(num_gpus=len(layer)).with_link(bandwidth_bytes_per_s=1.0, latency_s=0.0))
+    assert len(calls) == 2 * cycle + 3, "prologue, layers, epilogue"
 
 
 def test_many_samples_are_run_one_partition_at_a_time() -> None:

@@ -7,11 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrsim.executors.steady import periods_of, steady_advance
-from kvrsim.program import Array, Compute, Program
+from kvrsim.executors.steady import _longest_period, periods_of, steady_advance
+from kvrsim.program import Array, Load, Op, Program, Recv, Send
 from tests.building import examples
 
+SEND, RECV = Send(dst=1, nbytes=np.ones(1)), Recv(src=0)
+LOAD = Load(name="host", nbytes=np.ones(1), seconds=np.ones(1))
 STATES = [np.array([[0.0], [1.0]]), np.array([[2.0], [3.0]]), np.array([[4.0], [5.0]])]
+
+
+def program_of(kinds: tuple[int, ...], layers: list[tuple[tuple[Op, ...], ...]]) -> Program:
+    none: tuple[tuple[Op, ...], ...] = ((),) * len(layers[0])
+    return Program(strategy="test", prologue=none, layers=tuple(layers), layer_kind_index=kinds, epilogue=none)
 
 
 @pytest.mark.parametrize(
@@ -29,15 +36,39 @@ def test_an_advance(states: list[Array], issued_s: float, advance_s: float | Non
     assert (None if advances_s is None else advances_s.item()) == advance_s
 
 
-@given(parts=st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=3), st.integers(1, 9)), max_size=3))
-@examples(100)
-def test_periods_give_the_layers_again(parts: list[tuple[list[int], int]]) -> None:
-    """No period of at most three layers that repeats five times or more is missed."""
-    kinds = tuple(kind for period, times in parts for kind in period * times)
-    none = ((Compute(name="work", device_s=np.ones(1)),),)
-    program = Program(strategy="test", prologue=none, layers=(none,) * 3, layer_kind_index=kinds, epilogue=none)
-    periods = periods_of(program)
+@given(
+    period=st.lists(st.integers(0, 1), min_size=1, max_size=18),
+    times=st.integers(1, 9),
+    others=st.lists(st.integers(0, 1), max_size=6),
+)
+@examples(200)
+def test_the_longest_period_is_found(period: list[int], times: int, others: list[int]) -> None:
+    """The period of at most 16 layers that repeats the most layers, and the shortest of those."""
+    kinds = tuple(period * times + others)
+
+    def repeated(length: int) -> int:
+        number = 1
+        while kinds[number * length : (number + 1) * length] == kinds[:length]:
+            number += 1
+        return (number - 1) * length
+
+    length = max(range(1, 17), key=lambda length: (repeated(length), -length))
+    assert _longest_period(kinds, 0) == (length, repeated(length) // length + 1)
+    periods = periods_of(program_of(kinds, [((),)] * 2))
     assert tuple(kind for period, times in periods for kind in period * times) == kinds
-    if len(parts) == 1 and parts[0][1] >= 5:
-        assert len(periods) <= 2
-        assert len(parts[0][0]) % len(periods[0][0]) == 0
+    assert periods[0][1] > 1 or repeated(length) < 4
+    assert all(times == 1 or (times - 1) * len(period) >= 4 for period, times in periods)
+
+
+@pytest.mark.parametrize(
+    ("layer", "is_closed"),
+    [
+        (((SEND,), (RECV,)), True),
+        (((), (RECV,)), False),  # sent by another layer
+        (((SEND, SEND), (RECV,)), False),
+        (((LOAD,), ()), False),
+        (((LOAD, SEND), (RECV,)), False),
+    ],
+)
+def test_layers_that_leave_nothing_to_later_ones_repeat(layer: tuple[tuple[Op, ...], ...], is_closed: bool) -> None:
+    assert periods_of(program_of((0,) * 8, [layer])) == ([((0,), 8)] if is_closed else [((0,) * 8, 1)])

@@ -43,7 +43,8 @@ def test_spans_can_have_happened(name: str, rng: Draws) -> None:
     starts = [span.start_s for span in timeline.spans]
     assert starts == sorted(starts)
     assert timeline.end_s == pytest.approx(max(replay.finish_s), rel=1e-12)
-    assert all(span.duration_s >= 0 and span.start_s >= 0 for span in timeline.spans)
+    assert all(span.start_s >= 0 for span in timeline.spans)
+    assert all(span.duration_s > 0 or span.kind == "transfer" for span in timeline.spans)
     slack = 1e-12 * timeline.end_s
     for rank in range(program.num_ranks):
         stream = sorted(
