@@ -148,28 +148,31 @@ class _Parts:
         model, context, longest = self.model, context_ranks(strategy), max(partition.chunk_lens)
         piece = -(-longest // context)
         layer_bytes, kinds = model.layer_bytes(self.width), model.layer_kind_index
-        cached = [self._cache(kind, self.request.context_len) for kind in model.layer_kinds]
+        each = [self._cache(kind, self.request.context_len) for kind in model.layer_kinds]
+        cached = [each[kind] for kind in kinds]
         gathered = [self._cache(kind, longest) if context > 1 else 0.0 for kind in model.layer_kinds]
         tensors = self.batch * piece * self._elements * self.width
         scores = self._scores(self._all_scores(piece if context == 1 else -(-piece // 2)))
         experts = self._experts(piece, longest)
         for layers in stages(strategy, model.num_hidden_layers, self.scenario.cluster.num_gpus):
             begins, ends = layers[0] == 0, layers[-1] == model.num_hidden_layers - 1
-            weights = sum(layer_bytes[layer] for layer in layers) + begins * model.embedding_bytes(self.width)
+            own = slice(layers.start, layers.stop)
+            weights = sum(layer_bytes[own]) + begins * model.embedding_bytes(self.width)
             weights += ends * model.head_bytes(self.width)
             if ends and not begins and model.tie_word_embeddings:
                 weights += model.vocab_size * model.hidden_size * self.width
             messages = 0.0 if begins and ends else 2.0 * self.batch * piece * model.hidden_size * self.width
             last = RankMemory(
                 weights=weights,
-                kv_cache=round(sum(cached[kinds[layer]] for layer in layers)),
-                gathered=round(messages + max(gathered[kinds[layer]] for layer in layers)),
+                kv_cache=round(sum(cached[own])),
+                gathered=round(messages + max(gathered[kind] for kind in set(kinds[own]))),
                 activations=max(tensors, experts),
                 scores=scores,
                 logits=self._logits(partition.chunk_lens[-1] // context) if ends else 0,
                 runtime=RUNTIME_BYTES,
             )
-            yield from (*[replace(last, logits=0)] * (context - 1), last)
+            others = [replace(last, logits=0)] * (context - 1) if last.logits else [last] * (context - 1)
+            yield from (*others, last)
 
     def _cache(self, layer: LayerSpec, tokens: int) -> float:
         """Bytes of the cache and the state of `tokens` tokens of each sequence in a layer."""

@@ -199,6 +199,8 @@ def slowed_by_pending_recv(ops: tuple[Op, ...], share: float | Array) -> tuple[O
 
 def slower(ops: Sequence[Op], factor: float | Array) -> tuple[Op, ...]:
     """Return the operations on GPUs that are slower by `factor`; hosts and links are unchanged."""
+    if isinstance(factor, float) and factor == 1.0:
+        return tuple(ops)
     return tuple(
         replace(op, device_s=factor * op.device_s)
         if isinstance(op, Compute | RingPass) and op.kind != "request"

@@ -5,11 +5,11 @@ A partition says how the request's context is split over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -80,7 +80,7 @@ class Partition:
     chunk_lens: tuple[int, ...]  # tokens that each rank takes, every one at least 1
 
     def __post_init__(self) -> None:
-        if not self.chunk_lens or any(not isinstance(chunk, int) or chunk < 1 for chunk in self.chunk_lens):
+        if set(map(type, self.chunk_lens)) != {int} or min(self.chunk_lens) < 1:
             accepted = "a chunk of at least 1 token a rank, a whole number"
             raise InputError("partition", ",".join(map(str, self.chunk_lens)), accepted)
 
@@ -122,6 +122,7 @@ class Partition:
 
 
 ROOFLINE = "roofline"
+_Value = TypeVar("_Value")
 KERNELS = ATTENTION_KERNELS
 _NO_TIME = 1e-30  # factor on the time of links that take none
 _MOST_MESSAGE_SHARE = 0.9  # largest share of a GPU's multiprocessors that messages take
@@ -176,9 +177,15 @@ class Scenario:
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @cached_property
-    def by_strategy(self) -> dict[Any, Scenario]:
-        """The scenario per rank, by strategy; planner.candidates.per_rank_scenario fills it."""
+    def _derived(self) -> dict[Hashable, Any]:
         return {}
+
+    def derived(self, key: Hashable, compute: Callable[[], _Value]) -> _Value:
+        """A value that another module computes from this scenario, once per key."""
+        if key not in self._derived:
+            self._derived[key] = compute()
+        value: _Value = self._derived[key]
+        return value
 
     @property
     def profile_name(self) -> str:
@@ -202,8 +209,12 @@ class Scenario:
     def in_layout(self, layout: Layout) -> Scenario:
         """Return the scenario of one data group, in which GPUs that split all matrices are one rank.
 
-        The batch is that of the busiest data group.
+        The batch is that of the busiest data group. Layouts of equal sizes share one scenario and its costs.
         """
+        sizes = replace(layout, scheme=None, pieces="none")
+        return self.derived(sizes, lambda: self._in_sizes(sizes))
+
+    def _in_sizes(self, layout: Layout) -> Scenario:
         request = replace(self.request, batch=-(-self.request.batch // layout.data))
         size, cluster, group = layout.tensor, self.cluster, None
         if size > 1:

@@ -74,7 +74,7 @@ class Candidate:
     @cached_property
     def program(self) -> Program:
         """The operations of all ranks."""
-        return build_program(self.per_rank, self.strategy, columns(self.partition.chunk_lens))
+        return _program_of(self.per_rank, self.strategy, self.partition)
 
     @cached_property
     def finish_s(self) -> tuple[float, ...]:
@@ -119,8 +119,7 @@ class Candidate:
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:
         """Peak memory of every GPU."""
-        program = self.program if self.strategy.pipeline is None else None
-        return memory_of(self.per_rank, self.strategy, self.partition, program)
+        return _memory_of(self.per_rank, self.strategy, self.partition)
 
     @cached_property
     def fits(self) -> bool:
@@ -155,6 +154,16 @@ class Candidate:
         return None if plan.is_local or each_stage_has_its_layers else plan.access
 
 
+def _program_of(per_rank: Scenario, strategy: Strategy, partition: Partition) -> Program:
+    key = "program", strategy, partition
+    return per_rank.derived(key, lambda: build_program(per_rank, strategy, columns(partition.chunk_lens)))
+
+
+def _memory_of(per_rank: Scenario, strategy: Strategy, partition: Partition) -> tuple[RankMemory, ...]:
+    program = None if strategy.pipeline is not None else _program_of(per_rank, strategy, partition)
+    return per_rank.derived(("memory", strategy, partition), lambda: memory_of(per_rank, strategy, partition, program))
+
+
 def ttft_of(per_rank: Scenario, strategy: Strategy, partition: Partition) -> float:
     """TTFT of one partition; `per_rank` is the scenario per rank of the strategy."""
     return run_partition(per_rank, strategy, partition).ttft_s
@@ -165,11 +174,8 @@ def per_rank_scenario(scenario: Scenario, strategy: Strategy) -> Scenario:
 
     Raises InputError where the strategy cannot run.
     """
-    memo = scenario.by_strategy
-    key = replace(strategy, stage_layers=None)
-    if key not in memo:
-        memo[key] = _with_prefix_access(for_strategy(scenario, strategy), strategy)
-    return memo[key]
+    key = strategy if strategy.stage_layers is None else replace(strategy, stage_layers=None)
+    return scenario.derived(key, lambda: _with_prefix_access(for_strategy(scenario, strategy), strategy))
 
 
 def _with_prefix_access(per_rank: Scenario, strategy: Strategy) -> Scenario:
@@ -504,7 +510,8 @@ def least_bytes(scenario: Scenario, strategy: Strategy) -> int:
     number = min(_SHORT_PIECES * ranks, tokens // context_ranks(strategy)) if strategy.pipeline is not None else ranks
     # Strategies near KVR's chain hold its weights and cache, and the chain has fewer messages.
     like = chain_like(strategy) if strategy.near_chain else strategy
-    memory = memory_of(per_rank, like, Partition.even(tokens, max(1, number)))
+    even = Partition.even(tokens, max(1, number))
+    memory = (memory_of if strategy.partition_rule == "search" else _memory_of)(per_rank, like, even)
     if strategy.partition_rule == "searched-pieces":
         return sum(rank.weights + rank.kv_cache + rank.runtime for rank in memory) // len(memory)
     if strategy.partition_rule == "search":

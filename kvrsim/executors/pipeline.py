@@ -288,32 +288,38 @@ class _PipelineRun:
         each_s = [np.array([[path.latency_s] for path in own]) for own in self.paths]
         latency_s = np.stack([none[0, 0, :, :1], *each_s, none[0, 0, :, :1]])
         floor_s, received_s, issued_s = map(_flat, (self.floor_s + received_s, received_s, issued_s))
-        matrices = list({id(one): one for one in self.device_s}.values())
-        at_stage = np.array([next(n for n, one in enumerate(matrices) if one is own) for own in self.device_s])
-        device_s = np.stack(matrices)
+        if self.rendezvous:
+            np.maximum(floor_s, issued_s, out=floor_s)  # a stage ends when its host has issued the send
+        work_s = _flat(np.stack(self.device_s))[:, None] if self.context == 1 else none
         clock = np.concatenate([np.full((1, *begin_s.shape), -np.inf), *[begin_s[None]] * (last + 2)])
         link_s, arrival_s = np.full_like(clock, -np.inf), np.full_like(clock, -np.inf)
+        step = max(1, apart * pieces - 1)  # from a stage's piece to that of the next stage in the same wave
         for wave in range(apart * (pieces - 1) + last + 1):
             first = max(wave % apart, wave - apart * (pieces - 1))
-            stage = np.arange(first, min(wave, last) + 1, apart)
-            if not len(stage):
+            stages = range(first, min(wave, last) + 1, apart)
+            if not stages:
                 continue
-            before, own, after = (slice(first + by, stage[-1] + by + 1, apart) for by in range(3))
-            piece = (wave - stage) // apart
-            place, step = first * pieces + piece[0], max(1, apart * pieces - 1)
-            at, onward = (slice(begin, begin + (len(stage) - 1) * step + 1, step) for begin in (place, place + pieces))
+            before, own, after = (slice(first + by, stages[-1] + by + 1, apart) for by in range(3))
+            place = first * pieces + (wave - first) // apart
+            at = slice(place, place + (len(stages) - 1) * step + 1, step)
             if self.rendezvous:
-                clock[before] = np.maximum(np.maximum(clock[before], clock[own]), received_s[at]) + into_s[at]
-                there_s = clock[before] + latency_s[stage]
+                there_s = np.maximum(clock[before], clock[own])
+                np.maximum(there_s, received_s[at], out=there_s)
+                there_s += into_s[at]
+                clock[before] = there_s
+                there_s += latency_s[before]
             else:
                 there_s = np.maximum(clock[own], arrival_s[own])
-            work_s = device_s[at_stage[stage], piece]
-            ends_s = there_s + work_s[:, None] if self.context == 1 else (there_s[:, :, None] + work_s).max(axis=1)
-            done_s = np.maximum(ends_s, floor_s[at])
-            sent_s = np.maximum(done_s, issued_s[at])
-            clock[own] = sent_s if self.rendezvous else done_s
-            link_s[after] = np.maximum(link_s[after], sent_s) + into_s[onward]
-            arrival_s[after] = link_s[after] + latency_s[stage + 1]
+            if self.context == 1:
+                there_s += work_s[at]
+            else:
+                each = [self.device_s[stage][(wave - stage) // apart] for stage in stages]
+                there_s = (there_s[:, :, None] + np.stack(each)).max(axis=1)
+            clock[own] = done_s = np.maximum(there_s, floor_s[at], out=there_s)
+            if not self.rendezvous:
+                onward = slice(at.start + pieces, at.stop + pieces, step)
+                link_s[after] = np.maximum(link_s[after], np.maximum(done_s, issued_s[at])) + into_s[onward]
+                arrival_s[after] = link_s[after] + latency_s[own]
         return clock[1:-1]
 
 

@@ -483,6 +483,11 @@ class SoftmaxCost(MergedCost):
         self._is_eager = self.traits.kernel == "eager"
         shares = mixer.num_key_value_heads != mixer.num_attention_heads
         self._repeats = self._is_eager and not self.traits.whole_attention and shares
+        call, cost = self._call(_NOT_COUNTED, _NOT_COUNTED, _NOT_COUNTED), setting.cost
+        rates = cost.rates.of(call, self.traits.kernel) if isinstance(cost, CalibratedCost) else None
+        all_keys_alike = isinstance(rates, EagerRates) and rates.measured is None
+        # Whether the seconds of a block are linear in the keys before it.
+        self._is_linear = mixer.reach is None and (self.traits.lower_bound or all_keys_alike)
 
     @property
     def kernels(self) -> int:
@@ -503,7 +508,7 @@ class SoftmaxCost(MergedCost):
         """
         mixer = self.mixer
         numbers = [np.arange(float(count)) for count in counts]
-        if self.traits.lower_bound and mixer.reach is None:  # then seconds are linear in the keys before the block
+        if self._is_linear:
             numbers = [number.mean(keepdims=True) for number in numbers]
         lengths = [len(number) for number in numbers]
         if len(counts) > 1 and sum(lengths) * np.size(chunk) > _MOST_ELEMENTS:

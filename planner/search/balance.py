@@ -241,7 +241,11 @@ def balanced_chunks(scenario: Scenario, strategy: Strategy) -> Array:
     context is found on finer and finer grids, then by linear interpolation between two targets. All ranks and targets
     are evaluated together, so that the number of calls does not increase with the ranks.
     """
-    chain, request = ChainWork(scenario, strategy), scenario.request
+    return scenario.derived(("balanced", strategy), lambda: _balanced(ChainWork(scenario, strategy)))
+
+
+def _balanced(chain: ChainWork) -> Array:
+    request = chain.scenario.request
     tokens = float(request.new_tokens)
     if chain.num_ranks == 1:
         return np.array([tokens])

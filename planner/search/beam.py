@@ -246,7 +246,8 @@ class Beam:
             begin = self.begin[cells]
             if not len(begin):
                 continue
-            now_s = free_s[:, :, :, begin]
+            first, after = begin[0], begin[-1] + 1
+            now_s = free_s[:, :, :, first:after].copy() if after - first == len(begin) else free_s[:, :, :, begin]
             begin_s = walk.each_s * number[:, begin]
             walk.advance(cells, now_s, begin_s)
             if node == self.last:
@@ -258,27 +259,30 @@ class Beam:
                 score = now_s[0, -1]
             else:
                 ends_s = now_s + rest_s[..., node, None, None]
-                score = ends_s.max(axis=(0, 1)) + _MEAN / self.num_stages * ends_s[0].sum(axis=0)
+                score = np.add.reduce(ends_s[0], axis=0)
+                score *= _MEAN / self.num_stages
+                score += np.maximum.reduce(ends_s.reshape(-1, *score.shape), axis=0)
             score = score.reshape(count, -1)
-            chosen = np.argpartition(score, _LABELS - 1, axis=1)[:, :_LABELS]
+            chosen = score.argpartition(_LABELS - 1, axis=1)[:, :_LABELS]
             free_s[:, :, :, node] = now_s.reshape(*now_s.shape[:3], -1)[:, :, rows, chosen]
             src, label = np.divmod(chosen, _LABELS)
-            before[:, node, :, 0], before[:, node, :, 1] = begin[src], label
-            number[:, node] = number[rows, begin[src], label] + 1
-        ttft_s = free_s[0, -1, :, self.last]
+            src = begin[src]
+            before[:, node, :, 0], before[:, node, :, 1] = src, label
+            number[:, node] = number[rows, src, label] + 1
+        ttft_s, nodes_before = free_s[0, -1, :, self.last], before.tolist()
         return [
-            Pieces(float(ttft_s[column, label]), layouts[column], self._traced(before[column], int(label)))
+            Pieces(float(ttft_s[column, label]), layouts[column], self._traced(nodes_before[column], int(label)))
             for column, label in zip(*np.nonzero(np.isfinite(ttft_s)), strict=True)
         ]
 
-    def _traced(self, before: Index, label: int) -> Index:
+    def _traced(self, before: Sequence[Sequence[tuple[int, int]]], label: int) -> Index:
         """The inner nodes of a label of the last node, in ascending order."""
         inner, node = list[int](), self.last
         while True:
-            node, label = before[node, label]
+            node, label = before[node][label]
             if not node:
                 return np.array(inner[::-1], dtype=np.int64)
-            inner.append(int(node))
+            inner.append(node)
 
 
 class _Walk:
@@ -324,7 +328,8 @@ class _Walk:
             there_s = np.maximum(free_s[1, :-1], begin_s[:-1] + self.posted_s)
             np.maximum(least_s[1:], there_s + onward_s, out=least_s[1:])
         np.maximum(least_s, begin_s + floor_s, out=least_s)
-        np.maximum.accumulate(least_s, axis=0, out=clock_s)
-        clock_s += through_s
+        for earlier_s, later_s in pairwise(least_s):  # faster than a cumulative maximum along the first axis
+            np.maximum(earlier_s, later_s, out=later_s)
+        np.add(least_s, through_s, out=clock_s)
         np.maximum(clock_s[:-1], there_s, out=free_s[-1, :-1])
         free_s[-1, :-1] += sent_s

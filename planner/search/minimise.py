@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +39,10 @@ class Evaluator:
     most: int | None = None  # most evaluations of the search; None: unknown
     best_s: float = math.inf
     allowance: Allowance | None = None  # work limit; then TTFTs of batches are infinite; None: no limit
+    runner: Runner = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.runner = Runner(self.scenario, self.strategy)
 
     @property
     def is_spent(self) -> bool:
@@ -57,7 +61,7 @@ class Evaluator:
             return np.full(len(chunks), np.inf)
         if self.allowance is not None:
             self.allowance.left_s -= self.allowance.each_s * len(chunks)
-        runner = Runner(self.scenario, self.strategy)
+        runner = self.runner
         parts, first = list[Array](), 0
         for block in runner.blocks(chunks):
             layers = None if stage_layers is None else stage_layers[:, first : first + block.shape[1]]

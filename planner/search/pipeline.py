@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import chain, combinations
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
@@ -172,9 +172,10 @@ def _best_even_pieces(evaluator: Evaluator) -> tuple[Partition, float]:
     if scenario.cluster.num_gpus == context:
         numbers = [one for one in numbers if tokens <= one * _STEP_TOKENS] or numbers[-1:]
     each = [Partition.even(tokens, number) for number in numbers]
-    fitting = [one for one in each if fits(scenario, memory_of(scenario, strategy, one))]
+    fitting = (one for one in each if fits(scenario, memory_of(scenario, strategy, one)))
+    first = next(fitting, None)
     best, best_s = each[0], float("inf")
-    for partition in fitting or each:
+    for partition in each if first is None else chain([first], fitting):
         ttft_s = evaluator.one(partition.chunk_lens)
         if ttft_s > best_s * (1 - _GAIN):
             break
