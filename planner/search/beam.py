@@ -233,22 +233,23 @@ class Beam:
         """Visit all nodes; return the labels of the last one. Each layout has a reference for the remaining time."""
         stages = self._stages(layouts)
         walk, rest_s = _Walk(self, stages), self._rest_s(stages, references)
-        count = len(references)
-        shape = count, len(self.nodes), _LABELS
-        # Times at which stages and, if messages overlap with computation, the links behind them are free.
-        free_s = np.full((1 if self.holds else 2, self.num_stages, *shape), np.inf)
-        free_s[0, :, :, 0, 0], free_s[1:, :, :, 0, 0] = 0.0, -np.inf
-        rest_s, number = rest_s[: len(free_s)], np.zeros(shape)
-        before = np.zeros((*shape, 2), dtype=np.int64)  # node and label of the previous piece's end
-        rows = np.arange(count)[:, None]
+        count, rows = len(references), np.arange(len(references))[:, None]
+        # Times at which stages and, if messages overlap with computation, the links behind them are free. The last row
+        # is the number of pieces.
+        parts = 1 if self.holds else 2
+        state = np.full((parts * self.num_stages + 1, count, len(self.nodes), _LABELS), np.inf)
+        state[:, :, 0, 0], state[: self.num_stages, :, 0, 0], state[-1] = -np.inf, 0.0, 0.0
+        rest_s = rest_s[:parts].reshape(-1, *rest_s.shape[2:])
+        before = np.zeros(state.shape[1:], dtype=np.int64)  # previous node times _LABELS, plus label
         for node in range(1, len(self.nodes)):
             cells = slice(self.first[node], self.first[node + 1])
             begin = self.begin[cells]
             if not len(begin):
                 continue
-            first, after = begin[0], begin[-1] + 1
-            now_s = free_s[:, :, :, first:after].copy() if after - first == len(begin) else free_s[:, :, :, begin]
-            begin_s = walk.each_s * number[:, begin]
+            adjacent = begin[-1] - begin[0] + 1 == len(begin)
+            now = state[:, :, begin[0] : begin[-1] + 1].copy() if adjacent else state[:, :, begin]
+            now_s = now[:-1].reshape(parts, self.num_stages, *now.shape[1:])
+            begin_s = walk.each_s * now[-1]
             walk.advance(cells, now_s, begin_s)
             if node == self.last:
                 assert self.head.floor_s is not None
@@ -258,28 +259,25 @@ class Beam:
                 )
                 score = now_s[0, -1]
             else:
-                ends_s = now_s + rest_s[..., node, None, None]
-                score = np.add.reduce(ends_s[0], axis=0)
+                ends_s = now[:-1] + rest_s[..., node, None, None]
+                score = np.add.reduce(ends_s[: self.num_stages], axis=0)
                 score *= _MEAN / self.num_stages
-                score += np.maximum.reduce(ends_s.reshape(-1, *score.shape), axis=0)
-            score = score.reshape(count, -1)
-            chosen = score.argpartition(_LABELS - 1, axis=1)[:, :_LABELS]
-            free_s[:, :, :, node] = now_s.reshape(*now_s.shape[:3], -1)[:, :, rows, chosen]
-            src, label = np.divmod(chosen, _LABELS)
-            src = begin[src]
-            before[:, node, :, 0], before[:, node, :, 1] = src, label
-            number[:, node] = number[rows, src, label] + 1
-        ttft_s, nodes_before = free_s[0, -1, :, self.last], before.tolist()
+                score += np.maximum.reduce(ends_s, axis=0)
+            now[-1] += 1
+            chosen = score.reshape(count, -1).argpartition(_LABELS - 1, axis=1)[:, :_LABELS]
+            state[:, :, node] = now.reshape(*now.shape[:2], -1)[:, rows, chosen]
+            before[:, node] = begin[chosen // _LABELS] * _LABELS + chosen % _LABELS
+        ttft_s, labels = state[self.num_stages - 1, :, self.last], before.tolist()
         return [
-            Pieces(float(ttft_s[column, label]), layouts[column], self._traced(nodes_before[column], int(label)))
+            Pieces(float(ttft_s[column, label]), layouts[column], self._traced(labels[column], int(label)))
             for column, label in zip(*np.nonzero(np.isfinite(ttft_s)), strict=True)
         ]
 
-    def _traced(self, before: Sequence[Sequence[tuple[int, int]]], label: int) -> Index:
+    def _traced(self, before: Sequence[Sequence[int]], label: int) -> Index:
         """The inner nodes of a label of the last node, in ascending order."""
         inner, node = list[int](), self.last
         while True:
-            node, label = before[node][label]
+            node, label = divmod(before[node][label], _LABELS)
             if not node:
                 return np.array(inner[::-1], dtype=np.int64)
             inner.append(node)
