@@ -181,13 +181,15 @@ def test_other_ends_take_one_line_too(
     assert words in err
 
 
-def test_an_interrupt_in_exec_ends_with_its_code() -> None:
-    """Python ends itself by SIGINT after an interrupt in text that a library executes, even if it is caught."""
-    code = """if True:
-        from kvrsim.cli import main
-        main.app = lambda **_: exec("raise KeyboardInterrupt")
-        main.run()
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def test_an_interrupt_in_exec_ends_with_its_code(tmp_path: Path) -> None:
+    """Python ends a module by SIGINT after an interrupt in text that a library executes, even if it is caught."""
+    code = """from kvrsim.cli import main
+main.app = lambda **_: exec("raise KeyboardInterrupt")
+main.run()
+"""
+    (tmp_path / "interrupted.py").write_text(code)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(command, env={"PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert done.returncode == cli.EXIT_INTERRUPTED
     assert done.stderr.count("\n") == 1
