@@ -51,6 +51,7 @@ _MOST_GAIN_OF_CHAIN = 0.001  # largest assumed gain of a search over a chain's a
 CHUNKED = "pp1"  # chunked prefill: one stage that takes the context in steps
 _SHORT_PIECES = 64  # pieces per stage for which a pipeline's activations are assumed to be smallest
 _RINGS, _MOST_IN_RINGS = ("ring", "striped", "zigzag-ring", "zigzag"), 128  # cost of simulating rings: ranks²
+_MOST_ON_A_BUS = 8  # GPUs of a bus on which stages with context ranks are compared; each message is simulated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,9 +387,13 @@ def strategies_to_compare(
 
 
 def takes_long(scenario: Scenario, strategy: Strategy) -> bool:
-    """Whether simulating the strategy takes long: a ring of many ranks, or stages with many context ranks."""
+    """Whether simulating the strategy takes long: a ring of many ranks, or stages with context ranks.
+
+    Such stages take long if they have many context ranks, or if all share a bus of many GPUs.
+    """
     if strategy.pipeline is not None:
-        return context_ranks(strategy) >= _MOST_IN_RINGS
+        is_shared = scenario.cluster.shares_bandwidth and scenario.cluster.num_gpus > _MOST_ON_A_BUS
+        return context_ranks(strategy) >= (2 if is_shared else _MOST_IN_RINGS)
     is_ring = strategy.name.rpartition("+")[2] in _RINGS
     return is_ring and per_rank_scenario(scenario, strategy).cluster.num_gpus > _MOST_IN_RINGS
 

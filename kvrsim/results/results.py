@@ -373,7 +373,7 @@ class Plan(Answer, OnFirstUse):
     first: StrategyResult  # the best one; where none fits, the one that needs the least memory
     strategies: tuple[StrategyResult, ...]
     yardstick: str | None  # baseline of speed-ups: the first of TSP, TP, KVR-E, one GPU and the best that fits
-    not_compared: tuple[str, ...]  # strategies that cannot fit, and by default rings of many ranks
+    not_compared: tuple[str, ...]  # strategies that cannot fit, and by default those that take long to simulate
     bounds: Bounds
     search: SearchReport
     rests_on: str  # basis of the prediction: the profile's measurements and errors

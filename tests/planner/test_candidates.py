@@ -108,6 +108,16 @@ def test_what_cannot_fit_is_left_out_before_any_simulation() -> None:
         assert one.fits or name in compared.not_compared
 
 
+@pytest.mark.parametrize(("gpus", "name", "takes_long"), [(8, "pp4+cp2", False), (16, "pp8+cp2", True)])
+def test_stages_with_context_ranks_on_a_large_bus_are_compared_only_by_request(
+    gpus: int, name: str, takes_long: bool
+) -> None:
+    scenario = scenario_of(gpus=gpus, ctx="16k", topology="bus")
+    compared, everything = strategies_to_compare(scenario, None), strategies_to_compare(scenario, ["all"])
+    assert (name in compared.not_compared) is takes_long
+    assert name in [one.name for one in everything.strategies]
+
+
 def test_where_nothing_can_fit_the_nearest_is_compared() -> None:
     compared = strategies_to_compare(scenario_of(model="llama-3.1-405b", gpus=2), None)
     assert len(compared.strategies) == 1
