@@ -167,7 +167,9 @@ def _explained(plan: Plan) -> lines.Facts:
         ),
         (
             "others:",
-            f"not compared, because they cannot fit or take long to simulate: {_listed(plan.not_compared)}" if plan.not_compared else None,
+            f"not compared, because they cannot fit or take long: {_listed(plan.not_compared)}"
+            if plan.not_compared
+            else None,
         ),
         *_noise_rows(plan),
         ("memory:", lines.limit_text(limit)),
