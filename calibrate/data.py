@@ -535,7 +535,7 @@ _MEMORY_TOLERANCE = 0.1  # relative tolerance: drivers reserve some memory and c
 
 
 def gpu_of(rows: Sequence[Measurement], name: str | None, origins: Sequence[Mapping[str, Any]] = ()) -> GpuSpec:
-    """Return the GPU `named`, or else that of the files, or else the built-in GPU that the rows' device names.
+    """Return the GPU `name`, or else the one in the files, or else the built-in GPU that the rows' device names.
 
     For example, "NVIDIA A100-SXM4-80GB" is a100-80gb. Raises InputError if no GPU or several GPUs match.
     """
@@ -581,7 +581,7 @@ def name_parts(name: str) -> set[str]:
 
 
 def link_of(gpu: GpuSpec, name: str | None, origins: Sequence[Mapping[str, Any]] = ()) -> LinkSpec:
-    """The link `named`, or else that of the files, or else that of a built-in cluster of the GPU.
+    """The link `name`, or else the one in the files, or else the link of a built-in cluster of the GPU.
 
     Raises InputError if there is no link.
     """

@@ -301,7 +301,7 @@ class Arguments:
 
     @classmethod
     def take(cls, arguments: dict[str, Any], fixed: Mapping[str, Any] = MappingProxyType({})) -> Self:
-        """Make a group from its arguments in `given`, which are removed there, and from those in `fixed`.
+        """Make a group from its arguments in `arguments`, which are removed there, and from those in `fixed`.
 
         Raises InputError naming an argument without a default that is missing.
         """

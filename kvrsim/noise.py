@@ -48,7 +48,7 @@ class Noise:
     """All noise of a prefill: a fixed part, which the planner knows, and a random part, which is drawn."""
 
     side_traffic: SideTraffic | None = None
-    compute_jitter: Spread = 0.0  # standard deviation of the logarithm of an operation's time; the mean is kept
+    compute_jitter: Spread = 0.0  # standard deviation of the logarithm of an operation's time; the mean does not change
     message_jitter: Spread = 0.0  # standard deviation of the logarithm of a message's time; the mean is kept
     slow_gpus: tuple[SlowGpu, ...] = ()
     slow_links: tuple[SlowLink, ...] = ()

@@ -147,7 +147,9 @@ class Scenario:
     memory_fraction: float = DEFAULT_MEMORY_FRACTION  # share of each GPU's memory that the prefill may use
     engine: Engine | None = None  # serving engine; None: the kernels and the profile's host
     expert_parallel: bool = False  # whether whole routed experts are spread over all GPUs
-    expert_imbalance: float | None = None  # rows of the busiest GPU's experts over the mean; None: mean_imbalance()
+    expert_imbalance: float | None = (
+        None  # rows of the busiest GPU's experts divided by the mean; None: mean_imbalance()
+    )
     prefix_placement: PrefixPlacement = ON_EVERY_RANK  # where the cached prefix's K and V are
     prefix_access: PrefixAccess | None = None  # how ranks attend to the prefix; None: not yet chosen by a strategy
     data_load: float = 1.0  # sequences of all data groups divided by those of the rank's group

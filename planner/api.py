@@ -104,7 +104,7 @@ def plan_of(
 ) -> tuple[kvrsim.Scenario, kvrsim.Plan]:
     """Return the scenario and the result of `plan`; timelines are recorded for `timelines`; `pool` simulates noise.
 
-    search: callbacks for progress, and the engine of the plan's launch; its options are replaced by `compared`.
+    search: callbacks for progress, and the engine of the plan's launch; `options` replaces its options.
     """
     from planner.candidates import Search
     from planner.plan import make_plan

@@ -88,7 +88,7 @@ class Candidate:
     def ttft_s(self) -> float:
         """Time at which the last rank ends."""
         search = self.search
-        if search is None or search.scenario is not self.per_rank:  # for example, with long steps
+        if search is None or search.scenario is not self.per_rank:  # such as that of an engine's longest steps
             return self.finish_s[-1]
         is_same = search.partition == self.partition and search.strategy == self.strategy
         return search.ttft_s if is_same else self.finish_s[-1]
@@ -455,7 +455,7 @@ def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search)
 
 
 def _least_s(one: Candidate) -> float:
-    """The least TTFT that a search is assumed to find: the rough partition's TTFT less the largest expected gain.
+    """The least TTFT that a search is assumed to find: the rough partition's TTFT minus the largest expected gain.
 
     On a shared bus, searched chunks may also save all communication time.
     """

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from kvrsim.results.timeline import Timeline
     from planner.uncertainty.noise import Disturbance
 
-MOST_SPANS = 200_000  # most spans of all timelines but the first one, which a page and a browser can handle
+MOST_SPANS = 200_000  # maximum number of spans of all timelines except the first; a browser handles this number
 _BASELINES = ("tsp", "tp", "kvr-e", "single")  # the baseline of speed-ups is the first of these that fits
 _MOST_BOUND_TOKENS = 2**22  # most tokens for a pipeline's bound, which has an array entry per token
 _LEAST_GAIN = 0.0005  # smaller gains are printed as 0.0 %

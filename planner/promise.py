@@ -91,7 +91,7 @@ def promise_of(ttft_high_s: float, target: TargetArgs) -> Promise:
 
 
 def _sojourn(load: float) -> float:
-    """90th percentile of waiting plus service time, over service time; load: arrivals per service time, below 1."""
+    """90th percentile of wait plus service time, in service times; load: arrivals per service time, below 1."""
     if load <= 0:
         return 1.0
     arrivals = np.cumsum(np.random.default_rng(0).exponential(1 / load, _REQUESTS))

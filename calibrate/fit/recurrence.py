@@ -48,7 +48,7 @@ def fit_recurrence(
 ) -> Fitted[RecurrenceRates]:
     """Fit rates of each kind to calls of one sequence of at least a chunk; stated errors are those of scans.
 
-    `cross_validated` holds out head counts. `compared`: other tables of the same GPU, which are not fitted.
+    `cross_validated` holds out head counts. `others`: other tables of the same GPU, which are not fitted.
     """
     scans = {kind: _scans(of_kind) for kind, of_kind in rows.items()}
     fits = {kind: _fit(of_kind, ScanRates, _scan_parameters(gpu)) for kind, of_kind in scans.items()}

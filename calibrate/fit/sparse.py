@@ -152,7 +152,7 @@ class ModuleRows:
 
     @property
     def call(self) -> SparseCall:
-        """The call without the products."""
+        """The attention call of the module, without its matrix products."""
         return sparse_call(self.mixer, self.rows.chunk, self.rows.prefix)
 
     def products_s(self, profile: CalibrationProfile) -> Array:

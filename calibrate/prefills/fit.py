@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pandas
 
 KERNEL_SCALE = "kernel_scale"
-SUSTAINED_SHARE = "sustained_share"  # rate after long load over the rate of bursts, in the profile's clock
+SUSTAINED_SHARE = "sustained_share"  # rate under long load divided by the rate of bursts, in the profile's clock
 MODEL = "model"  # spread that no term explains, estimated from the rows
 TOKEN_PRIOR = Prior(name="token_s", median=1e-6, log_sd=1.5)  # seconds of a tokeniser per token
 _CLOCK_LOG_SD = 0.03  # log sd of sustained_share over machines with other cooling or power limits

@@ -473,7 +473,7 @@ class _Edges:
         return seconds_on(self.paths, time_of, nbytes)
 
     def values(self, name: str, like: Array) -> Array:
-        """An attribute of each rank's path, with as many axes as `like`."""
+        """An attribute of the path of each rank; axes of length 1 are added up to the number of axes of `like`."""
         return _column([getattr(path, name) for path in self.paths], like)
 
 

@@ -272,7 +272,7 @@ def _is_finite(number: float) -> bool:
 
 
 def read(cls: type[T], data: JsonObject, **fixed_values: Any) -> T:
-    """Make an object of `cls` from the keys of a JSON object; `given` fields replace those of the file.
+    """Make an object of `cls` from the keys of a JSON object; `fixed_values` replace those of the file.
 
     Raises InputError that names the file and the key path, the value and what is accepted.
     """

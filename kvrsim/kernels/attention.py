@@ -230,7 +230,7 @@ class BlockedRates:
         )
 
     def _covered(self, call: AttentionCall) -> Array:
-        """Scores computed per head, each weighted by its time over that of a score in the rectangle."""
+        """Scores computed per head; the weight of a score is its time divided by that of a score in the rectangle."""
         if not call.own:
             whole = call.chunk * call.prefix
             return whole if self.block_flops_per_s is None else whole / (self.block_flops_per_s * self._rectangle_s)
@@ -260,7 +260,7 @@ class BlockedRates:
 
     @property
     def _causal_cost(self) -> float:
-        """Time of an element of the causal half over that of an element of the rectangle."""
+        """Time of a score in the causal half divided by the time of a score in the rectangle."""
         return 1.0 / (self.causal_flops_per_s * self._rectangle_s)
 
 
@@ -284,7 +284,7 @@ class FlashRates:
     launch_s: NonNegative  # seconds to launch a call
     tile_s: NonNegative  # seconds before and after a tile's steps
     block_s: float  # seconds of a step with a head width of 128
-    alone_share: PositiveShare  # time of a tile alone on a multiprocessor over that of a tile that shares it
+    alone_share: PositiveShare  # time of a tile alone on a multiprocessor divided by the time of a tile that shares it
     barrier_share: Share  # 0: slots are always busy; 1: a wave waits for its longest tile
     append_bytes_per_s: float  # rate of reading the chunk's own K, V and writing them into the cache
     query_s: NonNegative = 0.0  # seconds per query and head, independent of the keys
@@ -431,7 +431,7 @@ class MergedCost(MixerCost):
         return np.where(visible * chunk > 0, self.keys_s(chunk, visible), 0.0)
 
     def merge_s(self, chunk: Array, *, part: bool = False) -> Array:
-        """Seconds to merge a block's result for these queries with that of earlier blocks; `part`: see block_s."""
+        """Seconds to merge the result of a block for these queries into that of earlier blocks; `part`: see block_s."""
         if self.traits.measures_merge:
             return self.cost.traffic_s(chunk, (measured_merge(self.mixer),))
         return self._merging_s(chunk, merge(self.mixer, fused=self.traits.fused_merge, part=part))

@@ -152,7 +152,7 @@ class RooflineCost:
 
     traits: KernelTraits
     bytes_per_s: float  # bandwidth of device memory
-    flops_per_s: float  # FLOP/s of the request's dtype; with fp8 those of half precision, in which attention computes
+    flops_per_s: float  # FLOP/s of the request's dtype; half precision's with fp8, in which attention computes
     low_flops_per_s: float  # FLOP/s of products with quantised inputs, where the GPU supports them
 
     @classmethod

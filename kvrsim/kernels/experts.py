@@ -35,8 +35,8 @@ from kvrsim.values import dataclass
 
 EXPERTS = Part("experts")
 _HALF_BYTES = 2
-# Standard deviation of an expert's load over its mean, for NVIDIA's power law of exponent 1.01 and loads from 1 to 0.8
-# times the tokens, in prefills of 8192 tokens. aiconfigurator-core 0.12.0 uses this law for DeepSeek's models by
+# Standard deviation of an expert's load divided by its mean, for NVIDIA's power law of exponent 1.01 and loads from 1 to
+# 0.8 times the tokens, in prefills of 8192 tokens. aiconfigurator-core 0.12.0 uses this law for DeepSeek's models by
 # default (sdk/models/deepseek.py; sample_power_law in helper.py of its collector).
 POWER_LAW_LOAD_SD = 1.88
 
@@ -56,7 +56,7 @@ class ExpertsCall:
     num_experts: int  # number of experts on this GPU
     num_experts_per_tok: float  # average number of a token's experts that are on this GPU
     compute: str | None = None  # a key of GEMM_TYPES; None: the request's dtype
-    imbalance: float = 1.0  # rows of this GPU over the mean of all GPUs
+    imbalance: float = 1.0  # rows of this GPU divided by the mean of all GPUs
 
     @property
     def up_features(self) -> int:
@@ -129,7 +129,7 @@ class ExpertRates:
     types: Annotated[Mapping[str, GroupedRates], Keys(tuple(GEMM_TYPES))] = field(default_factory=dict)
 
     def covers(self, compute: str | None, element_bytes: int) -> bool:
-        """Whether there are rates of a type or a substitute; `element_bytes` is that of the request's dtype."""
+        """Whether there are rates of a type or a substitute; `element_bytes`: bytes of the request's dtype."""
         return element_bytes == _HALF_BYTES if compute is None else self.priced_as(compute) is not None
 
     def of(self, call: ExpertsCall) -> tuple[GroupedRates, Width] | None:
@@ -145,7 +145,7 @@ class ExpertRates:
 
 
 def mean_imbalance(num_experts: int, num_experts_per_tok: int, num_gpus: int) -> float:
-    """Rows of the busiest of `num_gpus` GPUs over the mean, where experts are spread over them in order.
+    """Rows of the busiest of `num_gpus` GPUs divided by the mean, where experts are spread over them in order.
 
     Loads of experts are independent, with a standard deviation of POWER_LAW_LOAD_SD times their mean. The load of the
     busiest GPU is the expected largest of `num_gpus` normal deviates (Blom, 1958), at most all tokens.
@@ -170,8 +170,8 @@ class ExpertPlacement:
     layout: Layout = ONE_LAYOUT
     gather: Group | None = None  # GPUs that gather tokens, one per rank that shares the experts; None: no gather
     tokens: int = 0  # tokens of each sequence that all ranks compute together
-    load: float = 1.0  # number of sequences of all data groups over that of the busiest group
-    imbalance: float | None = None  # rows of the busiest GPU over the mean; None: see mean_imbalance
+    load: float = 1.0  # sequences of all data groups divided by those of the busiest group
+    imbalance: float | None = None  # rows of the busiest GPU divided by the mean; None: see mean_imbalance
 
     @property
     def num_gpus(self) -> int:
@@ -179,7 +179,7 @@ class ExpertPlacement:
         return self.layout.expert_parallel
 
     def imbalance_of(self, num_experts: int, num_experts_per_tok: int) -> float:
-        """Rows of the busiest GPU over the mean, in a layer with `num_experts` experts on all GPUs."""
+        """Rows of the busiest GPU divided by the mean, in a layer with `num_experts` experts on all GPUs."""
         if self.imbalance is not None and self.num_gpus > 1:
             return self.imbalance
         return mean_imbalance(num_experts, num_experts_per_tok, self.num_gpus)

@@ -225,8 +225,8 @@ class GemmRates:
 def _time_table(rates: GemmRates, product: Product, element_bytes: Width) -> Array:
     """Seconds of a product for 0, 1, ... steps of rows; more rows never take less time.
 
-    Where measured times fall as rows grow, the table has the mean of two times: the largest time of at most these rows
-    and the least time of at least these rows.
+    Measured times may fall as rows grow. The table is then the mean of two monotonic curves: the running maximum from
+    the left and the running minimum from the right.
     """
     rows = rates.step * np.arange(_LAST_STEP + 1, dtype=float)
     seconds = rates.product_s(rows, product, element_bytes)
@@ -235,7 +235,7 @@ def _time_table(rates: GemmRates, product: Product, element_bytes: Width) -> Arr
 
 
 def merged(products: Sequence[Product]) -> tuple[Product, ...]:
-    """Products, with those of equal input size and type joined: serving engines fuse Q, K, V, and gate and up."""
+    """Products; products of the same input are joined into one, as serving engines fuse Q, K and V, or gate and up."""
     widths: dict[Product, int] = {}
     for product in products:
         key = product._replace(out_features=0)

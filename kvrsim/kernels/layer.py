@@ -126,7 +126,7 @@ class LayerCosts:
         counts: numbers of calls to choose from, rising. A number above the first is allowed only where the host
         launches the layer faster than the device computes it; the lower bound of proofs allows all.
         """
-        # WeightedCost is not computed by distinct pairs, because each column has its own weights.
+        # WeightedCost has its own weights for each column, so equal (chunk, prefix) pairs do not have equal seconds.
         if not (isinstance(self.cost, CalibratedCost) and np.size(chunk) >= _LEAST_UNIQUE):
             return self._in_blocks(counts, chunk, prefix)
         chunk, prefix = np.broadcast_arrays(chunk, prefix)

@@ -275,7 +275,7 @@ class Clock:
     that has a clock are those at the burst clock.
     """
 
-    sustained_share: PositiveShare  # s: rate under long load over the rate of short bursts
+    sustained_share: PositiveShare  # s: rate under long load divided by the rate of short bursts
     time_constant_s: float  # tau
 
     def stretched_s(self, busy_s: Array) -> Array:

@@ -35,7 +35,7 @@ RECURRENCES = tuple(SCAN_CHUNK)
 _ALIKE = {"gated_delta": "kda", "kda": "gated_delta", "mamba2": "gated_delta", "linear": "mamba2", "scan": "mamba2"}
 _CHUNK_S = 1.5e-6  # a chunk's step took 1.2 to 1.8 us on all measured GPUs
 _SCAN_FLOPS = 9  # FLOPs per token and element of a diagonal state: decay, input, product, sum (Mamba's scan)
-_TENSOR_CORE_SPEEDUP = 16  # rate of tensor cores over that of other units: 312 and 19.5 TFLOP/s on an A100
+_TENSOR_CORE_SPEEDUP = 16  # rate of tensor cores divided by that of other units: 312 and 19.5 TFLOP/s on an A100
 _FP32_ELEMENTS = 2  # number of half-precision elements that have the bytes of one fp32 element
 
 
@@ -150,7 +150,7 @@ class ScanRates:
     chunk_s: NonNegative  # seconds of a chunk's step, from the state before the chunk to the state after it
     flops_per_s: float  # rate of RecurrenceCall.scan_flops if the cache holds all elements
     cached_bytes: NonNegative  # bytes of RecurrenceCall.scan_elements that the cache holds
-    bytes_per_s: float  # rate of elements that exceed the cache
+    bytes_per_s: float  # rate of data beyond the capacity of the cache
 
     def seconds(self, call: RecurrenceCall, batch: int | Array, element_bytes: int) -> Array:
         """Seconds of a scan; more tokens never take less time."""
@@ -166,9 +166,9 @@ class ConvolutionRates:
     """Rates of a convolution: start and bytes; bytes beyond the device's cache cross device memory."""
 
     start_s: NonNegative
-    cached_bytes_per_s: float  # rate of elements in the cache
+    cached_bytes_per_s: float  # rate of data in the cache
     cached_bytes: NonNegative  # capacity of the cache
-    bytes_per_s: float  # rate of elements that exceed the cache
+    bytes_per_s: float  # rate of data beyond the capacity of the cache
 
     def seconds(self, call: RecurrenceCall, batch: int | Array, element_bytes: int) -> Array:
         """Seconds of a convolution; 0 where there is none."""

@@ -35,7 +35,7 @@ class SparseCall:
     num_attention_heads: int
     head_dim: int  # width of queries and keys
     v_head_dim: int  # width of values
-    top_k: int | None = None  # number of keys that a query attends to, of those that it sees; None: all
+    top_k: int | None = None  # maximum number of keys that a query attends to; None: all visible keys
     window: int = 0  # recent tokens that every query also attends to
     compress_ratio: int = 1  # tokens per key
     block: int = 1  # tokens that are chosen together
@@ -91,10 +91,10 @@ class SparseCall:
         return np.asarray(self.chunk * (area / np.maximum(end - start, 1e-30)) * self._key_flops)
 
     def measured_s(self, cost: CalibratedCost) -> Array:
-        """Seconds by the profile's rates; without rates for this kind of call, by those of other operations.
+        """Seconds with the profile's rates.
 
-        Then the FLOPs take the rate of products (scores of single keys: of FP8 products, if there is such a rate), and
-        the scores are written and read once.
+        If the profile has no rates for this kind of call, FLOPs take the rate of matrix products, and the scores are
+        written to memory and read once. Scores of single keys take the rate of FP8 products if there is one.
         """
         rates, batch = cost.rates, cost.traits.batch
         kernels: SparseKernels | None = rates.of(self, cost.traits.kernel)

@@ -39,7 +39,7 @@ class Quantization:
 
     method: str  # name in the file, such as "awq"
     formats: tuple[WeightFormat, ...]  # formats of the matrices; empty if only the cache is quantised
-    kv_cache_bits: int | None = None  # bits per element of the KV cache; None: those of the request's dtype
+    kv_cache_bits: int | None = None  # bits per element of the KV cache; None: as the request's dtype
 
     def describe(self) -> str:
         """Describe the format, such as "awq, 4 bits"."""

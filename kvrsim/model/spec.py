@@ -126,7 +126,7 @@ class ModelSpec:
         return self.embedding_parameters + self.head_parameters
 
     def weight_bytes(self, bytes_per_element: int) -> int:
-        """Bytes of all weights on a rank with the whole model; `bytes_per_element` applies where not quantised."""
+        """Bytes of all weights of the model; `bytes_per_element`: of matrices that are not quantised."""
         layers = sum(self.layer_bytes(bytes_per_element))
         return self.embedding_bytes(bytes_per_element) + layers + self.head_bytes(bytes_per_element)
 

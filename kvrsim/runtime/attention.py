@@ -128,7 +128,7 @@ def lower_right(
 def in_query_blocks(
     kernel: Attention, query: Any, key: Any, value: Any, scale: float | None, window: int | None, blocks: int
 ) -> Any:
-    """Return `lower_right` in `blocks` calls: each attends with a block of queries to the keys up to the block's end.
+    """Compute `lower_right` in several calls: each attends with one of `blocks` blocks of queries to the keys before.
 
     A chunk without a prefix takes one call of SDPA, which leaves out the masked half itself.
     """

@@ -25,7 +25,7 @@ class Chunk:
     start: int  # position of the first token; earlier tokens are the prefix
     length: int
     batch: int = 1  # number of prompts of equal length
-    total_len: int | None = None  # tokens held, from the context's start; None: those that the chunk sees
+    total_len: int | None = None  # tokens in memory, from the context's start; None: those that the chunk attends to
     visible_len: int | None = None  # tokens that attention sees; None: all tokens that are held
 
     @property
@@ -63,11 +63,11 @@ class KvBuffer:
         self.data = memory.view(geometry.dtype).view(-1, chunk.batch * layout.elements)
 
     def incoming(self) -> Any:
-        """Return the rows that are received: those of the prefix that the chunk sees."""
+        """Return the rows to receive: the part of the prefix that the chunk attends to."""
         return self.rows(self.first_seen, self.chunk.start)
 
     def outgoing(self) -> Any:
-        """Return the rows that are sent: those up to the chunk's end that later tokens see."""
+        """Return the rows to send: the part of the tokens up to the chunk's end that later tokens attend to."""
         return self.rows(self.layout.first_seen(self.chunk.end), self.chunk.end)
 
     def write(self, keys: Any, values: Any) -> None:

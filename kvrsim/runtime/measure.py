@@ -46,7 +46,7 @@ class Stopwatch:
     def __init__(self, transport: Transport, forward: ModelForward, plans: Sequence[RunPlan], seed: int = 0) -> None:
         """`plans` determine the size of the memory; a plan that needs more memory gets its own."""
         self.transport, self.forward, self.seed = transport, forward, seed
-        self.one_host = len(set(transport.exchange(platform.node()))) == 1  # else the ranks share no clock
+        self.one_host = len(set(transport.exchange(platform.node()))) == 1  # ranks on several hosts share no clock
         chunks = [exchange_of(plan.strategy).chunk_of(plan, transport.rank, transport.size) for plan in plans]
         rows = max(0 if chunk is None else chunk.total_len or chunk.end for chunk in chunks)
         self.memory = allocate(forward.geometry, Chunk(start=0, length=rows, batch=plans[0].batch))

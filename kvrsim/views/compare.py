@@ -96,7 +96,7 @@ def differences(answers: Sequence[SavedAnswer]) -> Table:
 
 
 def bests(answers: Sequence[SavedAnswer], *, drawn: bool = False) -> Table:
-    """The best strategy of each answer; `drawn` adds its colour, and its interval as a bar."""
+    """The best strategy of each answer; `drawn`: with its colour, and its interval as a bar."""
     ranks = {"answer": 1, "best": 1, "TTFT": 1, " ".join(INTERVAL_TITLES[1].split()): 1, "peak memory": 2, "engines": 3}
     texts = ("answer", "best", "engines")
     rows = Table(columns=[Column(title=one, number=one not in texts, rank=rank) for one, rank in ranks.items()])

@@ -88,8 +88,8 @@ class FleetLimits:
 class Overlap:
     """Times at which the ranks of a group are free for the next prompt, by class of prompt (a range of lengths)."""
 
-    finish: tuple[tuple[float, ...], ...]  # [class][rank]: time f_i at which the rank is free, over T; rounded up
-    slack: tuple[tuple[float, ...], ...]  # [class][rank]: slack w_i of the rank's start, over T; rounded down
+    finish: tuple[tuple[float, ...], ...]  # [class][rank]: time f_i at which the rank is free, divided by T; rounded up
+    slack: tuple[tuple[float, ...], ...]  # [class][rank]: slack w_i of the rank's start, divided by T; rounded down
     holds: bool = False  # whether a sender is busy until its message has arrived
 
     @classmethod

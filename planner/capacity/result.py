@@ -83,7 +83,7 @@ class GroupAnswer:
     weights: str  # placement of the weights on a group: whole, or an engine's name such as tp4 or tp2+pp4
     strategy: str  # the strategy that runs for most of the groups' time
     strategies: Mapping[str, float]  # share of the groups' time, by strategy
-    context_range: tuple[int, int]  # range of new tokens (context less cached prefix), both ends included
+    context_range: tuple[int, int]  # range of new tokens (context minus cached prefix), both ends included
     requests: int  # number of requests that the groups serve
 
     def groups(self) -> str:

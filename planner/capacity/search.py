@@ -224,7 +224,7 @@ class FleetSimulator:
         return FleetInterval(low_s=min(ends[0], value_s), high_s=high_s, safe=ends[1] <= self.target.slo_s)
 
     def _prefill_interval(self, fleet: Fleet, runs: Sequence[FleetRun]) -> tuple[float, float]:
-        """Ends of the prediction interval of the prefill at the requested percentile, over its predicted time."""
+        """Ends of the prediction interval of the prefill at the requested percentile, divided by its predicted time."""
         run = runs[0]
         served = np.flatnonzero(np.isfinite(run.ttft_s))
         order = served[np.argsort(run.ttft_s[served], kind="stable")]

@@ -288,7 +288,7 @@ class Prefills:
         return finish_s
 
     def _host_s(self, chunks: Array, scenario: Scenario) -> Array:
-        """The engine's seconds for these prompts' tokens, less those for the scenario's tokens; shape (B, 1)."""
+        """The engine's seconds for these prompts' tokens minus those for the scenario's tokens; shape (B, 1)."""
         return np.asarray(scenario.host.token_s * (chunks.sum(axis=1, keepdims=True) - scenario.request.new_tokens))
 
     def _shares(self, cached_prefix: int, new_tokens: int) -> Array:

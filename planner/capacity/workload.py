@@ -441,7 +441,7 @@ def _roles(header: Sequence[str], names: Mapping[str, str], source: str) -> dict
 
 
 def _leading_blocks(hashes: Any, blocks: set[int | str], where: str) -> int:
-    """The number of leading blocks that are in `seen`; adds all blocks to `seen`."""
+    """The number of leading blocks that are in `blocks`; adds all hashes to `blocks`."""
     if not isinstance(hashes, list) or not all(map(_is_hash, hashes)):
         raise InputError(where, hashes, f"a list of numbers of 64 bits or texts of at most {_MAX_HASH} characters")
     leading = next((index for index, one in enumerate(hashes) if one not in blocks), len(hashes))

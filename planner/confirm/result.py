@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pandas
 
 LEAST_SAMPLES = 3  # fewest measurements of a candidate that show a spread
-_ROUNDING = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}  # largest error of reordered sums, over the largest logit
+_ROUNDING = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}  # largest error of reordered sums, divided by the largest logit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class Targets:
 
     regret: float = 0.03  # largest allowed regret, if significant, as a share of the best candidate's TTFT
     median_error: float = 0.07  # largest allowed median of the absolute relative errors of predicted TTFTs
-    logits: float | None = None  # largest allowed difference over the largest logit; None: by the dtype
+    logits: float | None = None  # largest allowed difference, divided by the largest logit; None: depends on the dtype
 
     def logits_for(self, dtype: str) -> float:
         """Return the largest allowed difference of the logits."""
@@ -70,7 +70,7 @@ class MeasuredCandidate:
 
     @property
     def rel_error(self) -> float:
-        """Predicted over measured TTFT, less 1: above 0, the prediction is too long."""
+        """Predicted divided by measured TTFT, minus 1; above 0, the prediction is too long."""
         return self.predicted_s / self.median_s - 1
 
     def differs_from(self, other: MeasuredCandidate) -> bool:

@@ -91,7 +91,7 @@ class SendersBetweenWalls:
     def walls_for(
         self, last_end: Array, limit: Array, chunks: Array, waits: StallBounds | None, within: tuple[float, int]
     ) -> Walls:
-        """Walls from chunks of all senders but the first that just exceed the limit, and the seconds they need."""
+        """Find walls: chunks of all senders except the first that just exceed the limit; also their seconds."""
 
         def ends_of(chunks: Array) -> Array:
             behind = np.cumsum(chunks[::-1], axis=0)[::-1]
@@ -215,7 +215,7 @@ class _Tails:
     """The least seconds of work of the last rank, for each interval of its chunk x."""
 
     whole_s: Array  # seconds of all layers and the head
-    first_qkv_s: Array  # part that may run during the fill
+    first_qkv_s: Array  # the part of the work that may run during the fill
     after_append_s: Array  # part of the last layer after the append, and the head
 
 

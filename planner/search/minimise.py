@@ -36,7 +36,7 @@ class Evaluator:
     strategy: Strategy
     on_progress: OnProgress | None = None
     evaluations: int = 0
-    most: int | None = None  # most evaluations of the search; None: unknown
+    most: int | None = None  # maximum number of evaluations; None: unknown
     best_s: float = math.inf
     allowance: Allowance | None = None  # work limit; then TTFTs of batches are infinite; None: no limit
     runner: Runner = field(init=False, repr=False)

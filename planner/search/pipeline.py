@@ -52,7 +52,7 @@ _OF_EACH_PIECE = ("step_s", "launch_s", "collective_s")  # an engine's seconds p
 
 PAGE = 64  # tokens; pieces end at multiples of this number, which engines' page sizes divide
 MOST_A_STAGE = 64  # pieces per stage; with 64, filling and emptying the stages takes less than 1.6 % of TTFT
-_NODES = 96  # most nodes of a coarse search
+_NODES = 96  # maximum number of nodes of a coarse search
 _LENGTHS, _PARTS = 96, 4  # number of tried piece lengths; most nodes per length
 _LONG, _LONGEST = 4, 12  # factor on _NODES if pieces are short; longest piece in node distances
 _CLOSE = 1.01  # a second partition is refined if its TTFT is within this factor of the best
@@ -62,7 +62,7 @@ _LONGER = 2.2  # longest refined piece, relative to the unrefined piece there
 _ALL_LAYOUTS = 8  # all layouts are tried if there are at most this many
 _NEIGHBOURS, _NEAR = 5, 1.03  # layouts per round; largest TTFT with the same pieces, relative to the best
 _SIMULATED = 6  # partitions of a beam search that are simulated
-_ROUNDS = 48  # most rounds of a descent
+_ROUNDS = 48  # maximum number of rounds of a descent
 _MOST_MOVES, _LEAST_MOVES, _CELLS = 256, 24, 2**16  # most and fewest candidates per round; candidates x ends x stages
 _MOST_GAIN = 0.04  # share of TTFT that a search is assumed to gain over its first coarse search
 _WORTH = 1e-4  # least relative gain in TTFT of a round

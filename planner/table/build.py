@@ -48,7 +48,7 @@ from planner.uncertainty.sensitivities import sensitivities
 _AS_FAST, _AS_FAST_IF_EVEN_IS = 0.001, 0.015  # relative differences in TTFT within which partitions count as equal
 _EVEN_IS_AS_FAST = 0.02  # relative excess TTFT of even chunks up to which profiles cannot distinguish partitions
 _BLENDS = 64  # number of blends of two partitions
-_NEAR = 0.25  # share of a chunk, to both sides of its length, over which the cost of a token is averaged
+_NEAR = 0.25  # the cost of a token is a mean over chunk lengths that differ by up to this share
 _DRAFTS_SHARE = 0.8  # share of a time budget for the searches; the comparisons with neighbours follow
 _INSIDE = 1e-3  # tokens between a level and the jump that the level must not reach
 

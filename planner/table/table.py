@@ -119,7 +119,7 @@ def _times_s(scenario: Scenario, most: int, prefix: float) -> Array:
 
 
 def _steps(times_s: Array) -> Array:
-    """Rise of the time from each chunk length to the next, less the median rise around it; at least 0."""
+    """Rise of the time from each chunk length to the next, minus the median rise around it; at least 0."""
     rises = np.diff(times_s)
     if not len(rises):
         return rises
@@ -252,9 +252,9 @@ class TableEntry(Prediction):
     context_len: int  # tokens, cached prefix included
     partition: tuple[int, ...]  # new tokens per rank
     speedup_over_tsp: float
-    speedup_over_even: float  # TTFT of the same strategy with even chunks, over this TTFT
-    gap: NonNegative | None  # ttft_s over a proven lower bound, less one; None: no bound is known
-    # Chunk length of each rank without quantization, over the new tokens: see the top of this file.
+    speedup_over_even: float  # TTFT of the same strategy with even chunks, divided by this TTFT
+    gap: NonNegative | None  # ttft_s divided by a proven lower bound, minus 1; None: no bound is known
+    # Chunk length of each rank without quantization, divided by the new tokens: see the top of this file.
     levels: tuple[float, ...]
     token_s: tuple[float, ...]  # cost in seconds of one more token on each rank, without steps
 

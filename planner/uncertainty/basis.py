@@ -113,7 +113,7 @@ def _work(scenario: Scenario, strategy: Strategy, partition: Partition) -> Itera
 
 
 def _in_words(bases: Sequence[Basis], seconds: Array) -> str:
-    """Describe the shares of the bases; `seconds`, shape (parts + 1,), ends with the value without any part."""
+    """Describe the share of each basis. seconds: shape (parts + 1,), the last entry is the value without any part."""
     shares = defaultdict[str, float](float)
     for basis, each_s in zip(bases, (seconds[:-1] - seconds[-1]).tolist(), strict=True):
         shares[basis] += each_s

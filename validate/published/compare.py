@@ -39,7 +39,7 @@ class Row:
 
     @property
     def rounding_s(self) -> float:
-        """Half of the last printed digit: of 1 ms below 4k tokens over NVLink (not for Llama 30B), else of 10 ms."""
+        """Half of the last printed digit: 1 ms below 4k tokens over NVLink (not for Llama 30B), otherwise 10 ms."""
         fine = self.link == "300GB/s" and self.context_len < 4096 and self.model != "llama-30b"
         return 0.0005 if fine else 0.005
 

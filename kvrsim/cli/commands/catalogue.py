@@ -53,7 +53,7 @@ class Shelf:
 
 
 def _commands(kind: str, shelf: Callable[[], Shelf], names: str, which: str, list_help: str, show_help: str) -> Group:
-    """Make `list` and `show` of a kind; `names` and `known` are a name's metavar and help."""
+    """Make the commands `list` and `show` of a kind; `names` and `which` are the metavar and the help of a name."""
     program = Group()
 
     def list_all(answer: OutputArgs) -> None:
@@ -163,7 +163,7 @@ def about(name: str) -> dict[str, Any]:
 
 
 def _words(strategy: Strategy) -> Mapping[str, Any]:
-    """Texts of a strategy from data/strategies.json; those of tp2+ring are the texts of ring."""
+    """Texts of a strategy from data/strategies.json; tp2+ring has the texts of ring."""
     from kvrsim.io.schema import JsonObject
 
     shipped: Mapping[str, Any] = JsonObject.read(_WORDS, "strategies").fields

@@ -171,7 +171,7 @@ class StripedRing(RingAttention):
         return (plan.context_len - 1) % size
 
     def visible(self, owner: int) -> tuple[int, int, bool]:
-        """Leave out the first query for a later rank's block, because this query sees none of its keys."""
+        """Leave out the first query for the block of a later rank: the mask hides all keys of the block from it."""
         skipped = int(owner > self.rank)
         return skipped, self.plan.partition.chunk_lens[self.rank] - skipped, True
 
