@@ -208,7 +208,7 @@ class Kind:
         model = freeze(replace(spec, layers=()))["ModelSpec"]
         model.pop("layers")
         model.pop("name")
-        variant: dict[str, Any] = {"fixed": self._fixed(config, reads, numbers), "model": model}
+        variant: dict[str, Any] = {"fixed": self._fixed_values(config, reads, numbers), "model": model}
         variant["kinds"] = [freeze(one) for one in spec.layer_kinds]
         variant["order"] = self._order(config, spec, numbers)
         variant["fixed"] = {key: one for key, one in variant["fixed"].items() if key not in variant["order"]["seen"]}
@@ -216,7 +216,7 @@ class Kind:
             model["num_hidden_layers"] = None  # None: as many layers as the list has
         leading = [key for key in variant["order"]["first"] if isinstance(key, str)]
         variant["numbers"] = []
-        for key in sorted({*_used(variant), *leading}):
+        for key in sorted({*_keys_of(variant), *leading}):
             self._require(key, variant["numbers"])
         for key in variant["numbers"]:
             self.data["defaults"].setdefault(key, self.defaults[key])
@@ -226,7 +226,7 @@ class Kind:
     def _require(self, key: str, order: list[str]) -> None:
         """Append the key of a number after the keys from which its default follows."""
         default = self.data["defaults"].get(key)
-        for other in sorted(_used(default)):
+        for other in sorted(_keys_of(default)):
             self._require(other, order)
         order += [key] if key not in order else []
 
@@ -239,7 +239,7 @@ class Kind:
             if not isinstance(self.defaults[key], int) and isinstance(values.get(key), Symbol):
                 self.data["defaults"][key] = freeze(values[key])
 
-    def _fixed(self, config: Mapping[str, Any], reads: set[str], numbers: Mapping[str, int]) -> dict[str, Any]:
+    def _fixed_values(self, config: Mapping[str, Any], reads: set[str], numbers: Mapping[str, int]) -> dict[str, Any]:
         """Fields that a file must share with this variant: all that the class reads except numbers and layer lists."""
         values = vars(self.cls.from_dict(dict(config)))
         fixed = {}
@@ -315,7 +315,7 @@ class Kind:
     def _fix(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str], free: set[str]) -> str:
         passed_on = ("max_position_embeddings", "vocab_size")  # no width depends on these
         usual, fixed = self.numbers(config), {key for key in numbers if key not in free and key not in passed_on}
-        if any(usual[key] > _MAX_LAYERS for key in fixed - _used(variant)):  # the number may be the index of a layer
+        if any(usual[key] > _MAX_LAYERS for key in fixed - _keys_of(variant)):  # the number may be the index of a layer
             fixed |= {key for key in numbers if key in _LAYERS}
         for key in (key for key in fixed if usual[key] or not config.get(key, self.defaults[key])):  # kept by the class
             variant["fixed"][key] = usual[key]
@@ -327,7 +327,7 @@ class Kind:
 
     def _follows(self, config: Mapping[str, Any], variant: dict[str, Any], keys: list[str]) -> set[str] | None:
         """The keys whose numbers changed while template and class agreed; None: they disagreed for some numbers."""
-        draw, own = random.Random(0), _used(variant)
+        draw, own = random.Random(0), _keys_of(variant)
         # Keys that are in no expression may still determine the kinds of layers, such as the first layer with experts.
         structure = {key for key in keys if _STRUCTURE.search(key) or key not in (*own, *_LAYERS)}
         usual, changed, passed = self.numbers(config), set[str](), 0
@@ -401,7 +401,7 @@ def _recorder(original: Any, reads: set[str]) -> Any:
     return read
 
 
-def _used(data: Any) -> set[str]:
+def _keys_of(data: Any) -> set[str]:
     """Keys in the expressions of a variant or of a default."""
     expressions = re.findall(r'"=([^"]*)"', json.dumps(data))
     return {name for one in expressions for name in re.findall(r"[A-Za-z_]\w*", one)}

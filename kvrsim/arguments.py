@@ -334,7 +334,7 @@ def takes(
         signature = inspect.Signature(parameters, return_annotation=returns)
 
         @functools.wraps(made)
-        def called(*places: Any, **keywords: Any) -> _Result:
+        def call(*places: Any, **keywords: Any) -> _Result:
             try:
                 signature.bind(*places, **keywords)
             except TypeError as error:
@@ -345,12 +345,12 @@ def takes(
                     keywords[name] = check(keywords[name], name)
             return made(*values, **keywords)
 
-        called.__signature__ = signature  # type: ignore[attr-defined]
-        called.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
-        called.__annotations__["return"] = returns
-        head, title, rest = (called.__doc__ or "").partition("Parameters\n    ----------\n")
-        called.__doc__ = head + title + "".join(_described(*one) for one in options.items()) + rest
-        return called
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        call.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
+        call.__annotations__["return"] = returns
+        head, title, rest = (call.__doc__ or "").partition("Parameters\n    ----------\n")
+        call.__doc__ = head + title + "".join(_describe(*one) for one in options.items()) + rest
+        return call
 
     return decorate
 
@@ -364,7 +364,7 @@ def _suggestion(words: Iterable[str], names: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _described(name: str, declaration: Option) -> str:
+def _describe(name: str, declaration: Option) -> str:
     """Describe an argument as numpydoc does; the help's options become parameters."""
     words = re.sub(r"--([a-z-]+)", lambda match: f"`{match[1].replace('-', '_')}`", declaration.help)
     return f"    {name} : {declaration.metavar or 'bool'}\n        {words}\n"

@@ -54,7 +54,7 @@ def build_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
     cluster = cluster if args.topology is None else replace(cluster, topology=args.topology)
     size_notes = () if args.gpus is None else _size_notes(cluster, args.gpus, named=own is not None)
     cluster = cluster if args.gpus is None else replace(cluster, num_gpus=args.gpus)
-    cluster, link_notes = _linked(cluster, profile, args.link_bandwidth, args.link_latency)
+    cluster, link_notes = _with_links(cluster, profile, args.link_bandwidth, args.link_latency)
     placement = args.prefix_placement
     scenario = Scenario(
         model=spec,
@@ -193,7 +193,7 @@ def _dtype_of(model: ModelSpec, cluster: Cluster, profile: CalibrationProfile | 
     return next((one for one in (model.dtype, DEFAULT_DTYPE) if one in dtypes), dtypes[0])
 
 
-def _linked(
+def _with_links(
     machine: Cluster, profile: CalibrationProfile | None, bandwidth_bytes_per_s: float | None, latency_s: float | None
 ) -> tuple[Cluster, tuple[str, ...]]:
     """Return the cluster with the profile's measured links, or with those of the user, and a note."""
@@ -216,7 +216,7 @@ def _linked(
             narrower = load_link(link.like).bandwidth_bytes_per_s / link.bandwidth_bytes_per_s
             as_measured = scale(as_measured, narrower, only_rates=True)
         machine = replace(machine, link=as_measured)
-        if not _timed(profile, "send_recv") and machine.num_gpus > 1:
+        if not _has_times(profile, "send_recv") and machine.num_gpus > 1:
             link_notes = (note("links, messages", link=datasheet),)
     if bandwidth_bytes_per_s is not None or latency_s is not None:
         machine = machine.with_link(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s)
@@ -230,10 +230,10 @@ def _linked(
 def _has_measured(profile: CalibrationProfile, link: str) -> bool:
     """Whether the profile has measured rates of the link's messages or collectives."""
     kinds = ("send_recv", "all_gather", "all_reduce")
-    return profile.links.link == link and any(_timed(profile, kind) for kind in kinds)
+    return profile.links.link == link and any(_has_times(profile, kind) for kind in kinds)
 
 
-def _timed(profile: CalibrationProfile, kind: str) -> bool:
+def _has_times(profile: CalibrationProfile, kind: str) -> bool:
     fit = profile.operations.get(kind)
     return (fit is None and kind == "send_recv") or (fit is not None and fit.num_rows > 0)
 

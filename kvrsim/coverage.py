@@ -56,7 +56,7 @@ def expert_notes(scenario: Scenario) -> Iterator[Note]:
             yield note("experts", error=error)
         for kind in filter(None, covered):
             if (priced := rates.priced_as(kind)) not in (None, kind):
-                yield _priced("experts", kind, GEMM_TYPES[priced].title, profile)
+                yield _price_note("experts", kind, GEMM_TYPES[priced].title, profile)
     if sparse and placement.num_gpus > 1:
         per_gpu = sorted({layer.num_experts // placement.num_gpus for layer in sparse})
         worst = max(placement.imbalance_of(layer.num_experts, layer.num_experts_per_tok) for layer in sparse)
@@ -89,10 +89,10 @@ def precision_notes(scenario: Scenario) -> Iterator[Note]:
     products = (gemm.compute for kind in model.layer_kinds for gemm in _products(kind, profile))
     for one in sorted(set(filter(None, products))):
         if (priced := profile.kernels.priced_as(one)) != one:
-            yield _priced("products", one, _substitute(one, priced, about["half"], scenario), profile)
+            yield _price_note("products", one, _substitute(one, priced, about["half"], scenario), profile)
 
 
-def _priced(what: str, kind: str, substitute: str, profile: CalibrationProfile) -> Note:
+def _price_note(what: str, kind: str, substitute: str, profile: CalibrationProfile) -> Note:
     return note("no rates, type", profile=profile.name, what=what, type=GEMM_TYPES[kind].title, substitute=substitute)
 
 

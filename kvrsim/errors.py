@@ -39,10 +39,12 @@ class InputError(KvrsimError):
 
     def __init__(self, parameter: str, value: object, accepted: str) -> None:
         self.parameter, self.value, self.accepted = parameter, value, accepted
-        super().__init__(f"{_shown(parameter, 300)}: got '{_shown(value, 80)}', accepted: {_shown(accepted, 1000)}")
+        super().__init__(
+            f"{_excerpt(parameter, 300)}: got '{_excerpt(value, 80)}', accepted: {_excerpt(accepted, 1000)}"
+        )
 
 
-def _shown(value: object, most: int) -> str:
+def _excerpt(value: object, most: int) -> str:
     """The value on one line, in at most `most` characters, with control characters escaped."""
     text = " ".join(str(value).split())
     text = text if len(text) <= most else text[: most - 3] + "..."

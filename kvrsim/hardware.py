@@ -327,7 +327,7 @@ class Cluster:
 
 
 def builtin_gpus() -> tuple[str, ...]:
-    return tuple(sorted(_shipped("gpus")))
+    return tuple(sorted(_builtin("gpus")))
 
 
 def builtin_clusters() -> tuple[str, ...]:
@@ -336,12 +336,12 @@ def builtin_clusters() -> tuple[str, ...]:
 
 def load_gpu(name_or_path: str | pathlib.Path, argument: str = "gpu") -> GpuSpec:
     """Load a built-in GPU, or the one that a JSON file describes."""
-    return GpuSpec.read(named_object(name_or_path, argument, _shipped("gpus")))
+    return GpuSpec.read(named_object(name_or_path, argument, _builtin("gpus")))
 
 
 def load_link(name_or_path: str | pathlib.Path, argument: str = "link") -> LinkSpec:
     """Load a built-in link, or the one that a JSON file describes."""
-    return LinkSpec.read(named_object(name_or_path, argument, _shipped("links")))
+    return LinkSpec.read(named_object(name_or_path, argument, _builtin("links")))
 
 
 def prefix_link(cluster: Cluster, place: str) -> LinkSpec:
@@ -362,12 +362,12 @@ def load_cluster(
 ) -> Cluster:
     """Load a built-in cluster, a size such as "2x8xh100", or a JSON file; `num_gpus` replaces its number of GPUs."""
     shipped = shipped_files(_DATA / "clusters")
-    cluster = _sized(str(name_or_path), argument, tuple(shipped))
+    cluster = _cluster_of_size(str(name_or_path), argument, tuple(shipped))
     cluster = cluster or Cluster.read(named_object(name_or_path, argument, shipped, "a size such as 2x8xh100"))
     return cluster if num_gpus is None else replace(cluster, num_gpus=num_gpus)
 
 
-def _sized(text: str, argument: str, names: tuple[str, ...]) -> Cluster | None:
+def _cluster_of_size(text: str, argument: str, names: tuple[str, ...]) -> Cluster | None:
     """Return the cluster of a size such as "h100", "8xh100" or "2x8xh100" (two nodes of eight), else None.
 
     A node is the built-in cluster of the GPU. Nodes are joined by InfiniBand of 400 Gb/s per GPU.
@@ -391,7 +391,7 @@ def _sized(text: str, argument: str, names: tuple[str, ...]) -> Cluster | None:
     return replace(nodes, num_gpus=num_nodes * per_node)
 
 
-def _shipped(kind: Literal["gpus", "links"]) -> dict[str, JsonObject]:
+def _builtin(kind: Literal["gpus", "links"]) -> dict[str, JsonObject]:
     """The shipped objects of a kind, by name."""
     content = JsonObject.read(_DATA / f"{kind}.json", kind)
     return {name: content.child(name) for name in content.fields if not name.startswith("_")}
@@ -402,7 +402,7 @@ def _part(spec: JsonObject, key: str, kind: Literal["gpus", "links"]) -> JsonObj
     value = spec.fields.get(key)
     if isinstance(value, dict):
         return spec.child(key)
-    shipped = _shipped(kind)
+    shipped = _builtin(kind)
     if not isinstance(value, str) or value not in shipped:
         raise spec.error(key, f"an object ({{...}}), or one of {', '.join(sorted(shipped))}")
     return shipped[value]

@@ -51,14 +51,14 @@ class Degrees:
     @property
     def name(self) -> str:
         """The name that a user writes, without sizes of 1."""
-        parts = [_sized(part, getattr(self, name)) for part, name in (("dp", "data"), ("tp", "tensor"))]
+        parts = [_size_text(part, getattr(self, name)) for part, name in (("dp", "data"), ("tp", "tensor"))]
         if self.pieces != "none":
             parts.append(f"pp{self.pipeline or ''}" + "-s" * (self.pieces == "searched"))
         if self.scheme in ENGINE_SCHEMES and (self.context is not None or self.pipeline is None):
-            parts.append(_sized("cp", self.context) + "-i" * (self.scheme == "interleave" and self.context != 1))
+            parts.append(_size_text("cp", self.context) + "-i" * (self.scheme == "interleave" and self.context != 1))
         elif self.scheme is not None:
             parts.append(self.scheme)
-        parts.append("" if self.experts == "default" else _sized(self.experts, self.num_experts_groups or None))
+        parts.append("" if self.experts == "default" else _size_text(self.experts, self.num_experts_groups or None))
         return "+".join(filter(None, parts)) or "single"
 
     @property
@@ -80,7 +80,7 @@ class Degrees:
         raise InputError("strategies", self.name, f"{accepted}, not {' x '.join(sizes)}")
 
 
-def _sized(part: str, size: int | None) -> str:
+def _size_text(part: str, size: int | None) -> str:
     return "" if size == 1 else part if size is None else f"{part}{size}"
 
 

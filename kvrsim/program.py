@@ -272,15 +272,15 @@ class Program:
         def one(values: Array) -> Array:
             return values[..., index : index + 1] if values.shape[-1] > 1 else values
 
-        return self._changed(lambda _, ops: tuple(with_arrays(op, one) for op in ops))
+        return self._map(lambda _, ops: tuple(with_arrays(op, one) for op in ops))
 
     def slowed(self, factors: Sequence[float]) -> Program:
         """Return the program on GPUs that are slower by one factor per rank; hosts and links are unchanged."""
         if all(factor == 1.0 for factor in factors):
             return self
-        return self._changed(lambda rank, ops: slower(ops, factors[rank]))
+        return self._map(lambda rank, ops: slower(ops, factors[rank]))
 
-    def _changed(self, change: Callable[[int, tuple[Op, ...]], tuple[Op, ...]]) -> Program:
+    def _map(self, change: Callable[[int, tuple[Op, ...]], tuple[Op, ...]]) -> Program:
         """Return the program with `change` applied to each rank's operations in each block."""
 
         def changed(block: tuple[tuple[Op, ...], ...]) -> tuple[tuple[Op, ...], ...]:

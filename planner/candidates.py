@@ -258,7 +258,7 @@ class Search:
 
         Raises InputError for a strategy without its table, and for a partition that does not fit.
         """
-        partition = None if self.partition is None else _checked(self.partition, per_rank, strategy)
+        partition = None if self.partition is None else _check_partition(self.partition, per_rank, strategy)
         if strategy.partition_rule == "searched-pieces":
             from planner.search.pipeline import search_pipeline, with_step_time
 
@@ -314,7 +314,7 @@ def partition_of(per_rank: Scenario, strategy: Strategy, partition: Sequence[int
     return choose_partition(per_rank, strategy, partition)[1]
 
 
-def _checked(partition: Sequence[int], per_rank: Scenario, strategy: Strategy) -> Partition:
+def _check_partition(partition: Sequence[int], per_rank: Scenario, strategy: Strategy) -> Partition:
     tokens, ranks = per_rank.request.new_tokens, per_rank.cluster.num_gpus
     if strategy.pipeline is None:
         return Partition.of(partition, num_tokens=tokens, num_ranks=ranks)
@@ -361,7 +361,7 @@ def strategies_to_compare(
             raise InputError("strategies", ",".join(map(label_of, names)), f"what {title} has here: {has}")
         return ComparedStrategies(strategies=requested)
     alone = scenario.cluster.num_gpus == 1
-    allowed, notes = _allowed(scenario, ("single", CHUNKED)) if alone else all_for(scenario)
+    allowed, notes = _allowed_strategies(scenario, ("single", CHUNKED)) if alone else all_for(scenario)
     if noisy:
         allowed = tuple(one for one in allowed if one.group_size == 1 and one.pipeline is None)
     if only is not None:
@@ -536,7 +536,7 @@ def distinct(names: Iterable[str | Strategy]) -> tuple[Strategy, ...]:
 
 def all_for(scenario: Scenario) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
     """Every strategy that runs here without a table, hybrids included; and a note on those that do not run."""
-    return _allowed(scenario, (*STRATEGIES, *hybrids(scenario)))
+    return _allowed_strategies(scenario, (*STRATEGIES, *hybrids(scenario)))
 
 
 def hybrids(scenario: Scenario) -> tuple[str, ...]:
@@ -558,7 +558,7 @@ def hybrids(scenario: Scenario) -> tuple[str, ...]:
     return (*names, *(name for name in spread if engines_with(get_strategy(name), scenario)))
 
 
-def _allowed(scenario: Scenario, names: Sequence[str]) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
+def _allowed_strategies(scenario: Scenario, names: Sequence[str]) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
     """The named strategies that need no table and that machine and model allow; and notes on the others."""
     allowed, reasons = [], dict[str, list[str]]()
     for name in names:

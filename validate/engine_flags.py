@@ -65,7 +65,7 @@ def launches(engine: str) -> Iterator[tuple[str, Launch, Layout]]:
 def resolve_all(engine: DeployEngine, python: str) -> Resolved:
     """Resolve all single-server launches with an interpreter's engine; InputError if the engine cannot be imported."""
     cases = list(launches(engine.name))
-    request = {"engine": engine.name, "launches": [_asked(what, launch) for what, launch, _ in cases]}
+    request = {"engine": engine.name, "launches": [_request(what, launch) for what, launch, _ in cases]}
     process = subprocess.run(
         [python, str(Path(__file__).with_name("resolve_launches.py"))],
         input=json.dumps(request),
@@ -91,7 +91,7 @@ def resolve_all(engine: DeployEngine, python: str) -> Resolved:
     return Resolved(engine=engine, version=content["version"], launches=len(cases), refused=refused, differs=differs)
 
 
-def _asked(what: str, launch: Launch) -> dict[str, Any]:
+def _request(what: str, launch: Launch) -> dict[str, Any]:
     model, cluster_name, _ = what.split(", ")
     cluster = load_cluster(cluster_name)
     config = json.loads(config_path(model, "model").read_text("utf-8"))

@@ -173,7 +173,7 @@ def _scalability(predictions: Predictions) -> list[str]:
         ttft_s = series(plan)
         fits = next(result.fits for result in plan.strategies if result.strategy == "kvr-s")
         above = ttft_s["kvr-s"] / plan.bounds.ttft_no_comm_s - 1
-        printed = _printed(predictions, plan)
+        printed = _paper_values(predictions, plan)
         cells = (f"{seconds:.3f}" for seconds in (*ttft_s.values(), plan.bounds.lower_bound_s or 0.0))
         reported = " / ".join(f"{printed[name]:g}" for name in ("tsp", "kvr-s") if name in printed)
         rows.append((f"{plan.num_gpus}{'' if fits else ' (does not fit)'}", *cells, f"{above:.1%}", reported))
@@ -181,7 +181,7 @@ def _scalability(predictions: Predictions) -> list[str]:
     return numbers_table(("GPUs", *heads, "reported TSP / KVR-S"), rows)
 
 
-def _printed(predictions: Predictions, plan: Plan) -> dict[str, float]:
+def _paper_values(predictions: Predictions, plan: Plan) -> dict[str, float]:
     """Return the TTFTs that the paper prints for a plan's case, by strategy."""
     rows = {name: predictions.scope.reported(plan.model, plan.num_gpus, name) for name in STRATEGIES}
     return {name: own[plan.context_len].ttft_s for name, own in rows.items() if plan.context_len in own}

@@ -169,10 +169,10 @@ class EngineConstants:
 
     def _without_models(self, settings: Settings, rows: Flags) -> tuple[Array, Array]:
         logs = np.array([self.by_engine.get(name, self.mean) for name in settings.rows.engine[rows]])
-        return _predicted(np.exp(logs), self.transfer_s, settings, rows)
+        return _predict(np.exp(logs), self.transfer_s, settings, rows)
 
 
-def _predicted(terms: Array, transfer_s: float, settings: Settings, rows: Flags) -> tuple[Array, Array]:
+def _predict(terms: Array, transfer_s: float, settings: Settings, rows: Flags) -> tuple[Array, Array]:
     """Predicted seconds of settings, and their seconds of launches; `terms` has shape (settings, 4)."""
     request_s, token_s, launch_s, scale = terms.T
     launches_s = launch_s * settings.launches[rows]
@@ -193,7 +193,7 @@ def fit(settings: Settings, rows: Flags) -> EngineConstants:
 
     def errors(point: Array) -> Array:
         transfer, mean, apart = point[:1], point[1:5], point[5:].reshape(-1, 4)
-        seconds, _ = _predicted(np.exp(mean + apart[index]), float(np.exp(transfer[0])), settings, rows)
+        seconds, _ = _predict(np.exp(mean + apart[index]), float(np.exp(transfer[0])), settings, rows)
         priors = (transfer - _TRANSFER) / _TRANSFER_SD, (mean - _PRIOR) / _PRIOR_SD, (apart / _ENGINE_SD).ravel()
         return np.concatenate([weights * (np.log(seconds) - log_s) / _NOISE, *priors])
 
@@ -260,7 +260,7 @@ def widths_of(logs: Array, own: Flags | None = None) -> tuple[float, float]:
     own: mask of one engine's errors; its widths are used if they are wider and come from at least 5 errors.
     """
     below, above = np.quantile(logs, [0.1, 0.9])
-    widths = _rounded(max(0.0, float(above))), _rounded(max(0.0, float(-below)))
+    widths = _round(max(0.0, float(above))), _round(max(0.0, float(-below)))
     if own is None or own.sum() < _LEAST_ROWS:
         return widths
     shorter, longer = widths_of(logs[own])
@@ -281,12 +281,12 @@ def records(settings: Settings) -> list[Engine]:
         fit_of = _fit_of(after[own], splits["model"][own], "model", widths)
         factors = {model: constants.type_factor(name, model) for model in constants.shared_types}
         record = _record(name, constants, logs, factors, (0.3, 0.3, 0.3, 0.12), fit_of)
-        versions = {v: _rounded(np.exp(f)) for (e, v), f in sorted(constants.versions.items()) if e == name}
+        versions = {v: _round(np.exp(f)) for (e, v), f in sorted(constants.versions.items()) if e == name}
         models, gpus = (tuple(sorted(set(column))) for column in (frame.model_type, frame.gpu))
         made.append(replace(record, models=models, gpus=gpus, versions=versions))
     others = log_errors(settings, left_out(settings, "engine"))
     spread = np.std([constants.by_engine[name] for name in ENGINES], axis=0, ddof=1)
-    deviations = [_rounded(max(value, least)) for value, least in zip(spread, _LEAST, strict=True)]
+    deviations = [_round(max(value, least)) for value, least in zip(spread, _LEAST, strict=True)]
     fit_of = _fit_of(after, others, "engine", {"setting": widths_of(others)})
     return [*made, _record(PRIOR_ENGINE, constants, constants.mean, constants.shared_types, deviations, fit_of)]
 
@@ -303,13 +303,13 @@ def _record(
     fit_of: EngineFit,
 ) -> Engine:
     """The record of an engine with these terms, factors of model types and standard deviations of terms."""
-    request_s, token_s, launch_s, scale = (_rounded(value) for value in np.exp(logs))
+    request_s, token_s, launch_s, scale = (_round(value) for value in np.exp(logs))
     return replace(
         load_engine(name),
         host=replace(NO_HOST, request_s=request_s, token_s=token_s, launch_s=launch_s, collective_s=launch_s),
         kernel_scale={OTHER_GPU: scale},
-        transfer_s=_rounded(constants.transfer_s),
-        model_types={model: _rounded(np.exp(factor)) for model, factor in sorted(factors.items())},
+        transfer_s=_round(constants.transfer_s),
+        model_types={model: _round(np.exp(factor)) for model, factor in sorted(factors.items())},
         spread=dict(zip((*TERMS, "collective_s"), (*spread, spread[TERMS.index("launch_s")]), strict=True)),
         fit=fit_of,
         provenance={
@@ -326,18 +326,18 @@ def _fit_of(after: Array, without: Array, split: str, widths: Mapping[str, tuple
     return EngineFit(
         source="NVIDIA AISimulate 0.13, silicon_sample.csv (InferenceX and NVIDIA's runs): 128 settings of 8 models",
         num_rows=len(after),
-        mape=_rounded(sizes.mean()),
-        median_ape=_rounded(np.median(sizes)),
-        left_out_mape=_rounded(right.mean()),
-        left_out_median_ape=_rounded(np.median(right)),
+        mape=_round(sizes.mean()),
+        median_ape=_round(np.median(sizes)),
+        left_out_mape=_round(right.mean()),
+        left_out_median_ape=_round(np.median(right)),
         left_out=split,
-        log_sd=_rounded(np.std(without)),
-        coverage=_rounded(np.mean((without <= low) & (-without <= high))),
+        log_sd=_round(np.std(without)),
+        coverage=_round(np.mean((without <= low) & (-without <= high))),
         widths=widths,
     )
 
 
-def _rounded(value: Any) -> float:
+def _round(value: Any) -> float:
     return float(f"{float(value):.4g}")
 
 

@@ -277,7 +277,7 @@ def fit_blocked(calls: Sequence[Measurement], gpu: GpuSpec, *, name: str, skips_
         parameters.append(Parameter(name="join_s", start=16 * token_s, low=0.0, high=1e-4))
 
     def blocked(key_block: int) -> AttentionFit[BlockedRates]:
-        form = _form(name, data, parameters, lambda values: _blocked(values, key_block, skips_masked), starts=4)
+        form = _form(name, data, parameters, lambda values: _block_rates(values, key_block, skips_masked), starts=4)
         return cast(AttentionFit[BlockedRates], form)
 
     def error(form: AttentionFit[BlockedRates]) -> float:
@@ -286,7 +286,7 @@ def fit_blocked(calls: Sequence[Measurement], gpu: GpuSpec, *, name: str, skips_
     return _with_factors_if_better(min(map(blocked, _KEY_BLOCKS), key=error), calls, peak)
 
 
-def _blocked(values: Constants, key_block: int, skips_masked: bool) -> BlockedRates:
+def _block_rates(values: Constants, key_block: int, skips_masked: bool) -> BlockedRates:
     rates: dict[str, Any] = {name: value if value >= _LEAST_CONSTANT else 0.0 for name, value in values.items()}
     if not skips_masked:  # the kernel computes masked scores, too
         rates["rectangle_flops_per_s"] = min(rates["rectangle_flops_per_s"], rates["causal_flops_per_s"])

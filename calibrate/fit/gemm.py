@@ -100,7 +100,7 @@ def fit_gemm(rows: Sequence[Measurement], gpu: GpuSpec, *, keep_shapes: Collecti
     """
     data = GemmRows.of(rows)
     fit = data.fit(gpu, peak_flops(gpu, dtypes_of(rows)), "form alone, ", _STARTS)
-    rates = with_tables(_pruned(fit.rates, data), data, keep_shapes)
+    rates = with_tables(_prune(fit.rates, data), data, keep_shapes)
     sources = [row.source for row in rows]
     by_model = len(set(sources)) > 2
     held_out = fit.left_out("models", sources) if by_model else fit.left_out("shapes", data.shapes)
@@ -109,7 +109,7 @@ def fit_gemm(rows: Sequence[Measurement], gpu: GpuSpec, *, keep_shapes: Collecti
         source=sources_of(rows),
         own=Comparison(label="as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates)),
         cross_validated=held_out.from_size(data.tokens, PROMISED_ROWS, "rows"),
-        interpolated=_interpolated(rates, data),
+        interpolated=_interpolate(rates, data),
         seen=seen_of(rows, _SEEN),
     )
 
@@ -121,7 +121,7 @@ def fit_gemm_type(
     by_time = sorted(rows, key=lambda row: row.expected_s)
     data = GemmRows.of(by_time)
     some = data.take(np.arange(0, len(by_time), max(1, len(by_time) // _MOST_TYPE_ROWS)))
-    form = _pruned(some.fit(gpu, peak_of(gpu, kind), "", _TYPE_STARTS).rates, data)
+    form = _prune(some.fit(gpu, peak_of(gpu, kind), "", _TYPE_STARTS).rates, data)
     rates = with_tables(form, data, keep_shapes, TYPE_KNOTS)
     own = Comparison(label=f"{kind}, as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates))
     alone = Comparison(label=f"{kind}, form alone", measured_s=data.seconds, predicted_s=data.form_s(form))
@@ -283,7 +283,7 @@ def _rates(values: Constants, gpu: GpuSpec, tiles: Sequence[tuple[int, int]], pe
     )
 
 
-def _pruned(rates: GemmRates, rows: GemmRows) -> GemmRates:
+def _prune(rates: GemmRates, rows: GemmRows) -> GemmRates:
     """Drop tiles that are the fastest for hardly any row; the smallest tile stays because it sets the step."""
     alone = [rows.form_s(replace(rates, tiles=(tile,))) for tile in rates.tiles]
     wins = np.bincount(np.argmin(alone, axis=0), minlength=len(rates.tiles)) / len(rows.tokens)
@@ -298,7 +298,7 @@ def _pruned(rates: GemmRates, rows: GemmRows) -> GemmRates:
     )
 
 
-def _interpolated(rates: GemmRates, rows: GemmRows) -> Comparison | None:
+def _interpolate(rates: GemmRates, rows: GemmRows) -> Comparison | None:
     """Cross-validate tables: each row is predicted by tables without the tenth of the row counts with this row."""
     shapes = {(shape.in_features, shape.out_features) for shape in rates.measured}
     large = rows.tokens >= PROMISED_ROWS

@@ -63,7 +63,7 @@ def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRat
         seconds=lambda rates, some: rates.seconds(nbytes[some]),
         starts=4,
     )
-    return _fitted(messages, fit.rates, fit.own, fit.left_out("sizes", nbytes.tolist()))
+    return _fit_of(messages, fit.rates, fit.own, fit.left_out("sizes", nbytes.tolist()))
 
 
 def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[GatherRates]:
@@ -97,7 +97,7 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[Gather
         seconds=seconds,
     )
     held_out = fit.left_out("sizes", nbytes.tolist()).from_size(nbytes, LARGE_BYTES, "bytes")
-    return _fitted(calls, fit.rates, fit.own, held_out, why=why, gathers=True)
+    return _fit_of(calls, fit.rates, fit.own, held_out, why=why, gathers=True)
 
 
 def fit_all_reduce(rows: Sequence[Measurement]) -> Fitted[AllReduceRates]:
@@ -130,7 +130,7 @@ def fit_all_reduce(rows: Sequence[Measurement]) -> Fitted[AllReduceRates]:
     own = Comparison(label="fitted", measured_s=seconds, predicted_s=predicted(every, every))
     left_out_s = cross_validated_s(nbytes.tolist(), predicted)
     held_out = Comparison(label="sizes left out", measured_s=seconds, predicted_s=left_out_s)
-    return _fitted(calls, rates_of(every), own, held_out, why=why, gathers=has_ring)
+    return _fit_of(calls, rates_of(every), own, held_out, why=why, gathers=has_ring)
 
 
 def _table(num_gpus: int, sizes: Array, seconds: Array) -> MeasuredAllReduce:
@@ -145,7 +145,7 @@ def _table(num_gpus: int, sizes: Array, seconds: Array) -> MeasuredAllReduce:
     )
 
 
-def _fitted(
+def _fit_of(
     rows: Sequence[Measurement],
     rates: Rates,
     own: Comparison,

@@ -345,7 +345,7 @@ class _OperationFits:
             raise InputError(self.argument, got, f"measurements that a fit reproduces within {MAX_MEDIAN_ERROR:.0%}")
 
     def mark_missing(self, kind: str) -> None:
-        self.operations[kind] = _unmeasured("datasheet, not measured", _DATASHEET_LOG_SD)
+        self.operations[kind] = _assumption("datasheet, not measured", _DATASHEET_LOG_SD)
         self.missing.append(f"{TITLES[kind].capitalize()} {_WERE[kind]} not measured: the datasheet's figures.")
 
     def gemm_rates(self) -> GemmRates:
@@ -421,7 +421,7 @@ class _OperationFits:
         fused = self.choices.attention_kernel != "eager" and not self.origin.is_hugging_face
         assumed, hbm_bytes_per_s = self.choices.elementwise, self.gpu.hbm_bytes_per_s
         if assumed is not None:
-            self.operations["elementwise"] = _unmeasured(assumed.source, _DATASHEET_LOG_SD)
+            self.operations["elementwise"] = _assumption(assumed.source, _DATASHEET_LOG_SD)
             return ElementwiseRates.uniform(assumed.hbm_share * hbm_bytes_per_s, fused=fused, start_s=assumed.start_s)
         if not usable:
             self.mark_missing("elementwise")
@@ -459,7 +459,7 @@ class _OperationFits:
         error = fitted.cross_validated.errors().mape
         if error <= _MOST_LINK_ERROR:
             return self.record(kind, usable, fitted)
-        self.operations[kind] = _unmeasured("measured, but a link's form does not fit", _DATASHEET_LOG_SD)
+        self.operations[kind] = _assumption("measured, but a link's form does not fit", _DATASHEET_LOG_SD)
         self.missing.append(
             f"{TITLES[kind].capitalize()}: the form has an error of {error:.0%}; the datasheet's figures are used."
         )
@@ -468,13 +468,13 @@ class _OperationFits:
     def host(self) -> HostRates:
         """Host costs as measured, or DEFAULT_HOST; a CPU has no launch overhead."""
         if not has_waves(self.gpu):
-            self.operations["host"] = _unmeasured("none: the CPU is its own host", 0.0)
+            self.operations["host"] = _assumption("none: the CPU is its own host", 0.0)
             return NO_HOST
         layers, gathers, messages, before = (
             self.use(f"host_{what}") for what in ("layer", "collective", "message", "prepare")
         )
         if not layers:
-            self.operations["host"] = _unmeasured("set by hand, not measured", _HAND_LOG_SD)
+            self.operations["host"] = _assumption("set by hand, not measured", _HAND_LOG_SD)
             return DEFAULT_HOST
         rates, self.operations["host"] = elementwise.fit_host(layers, gathers, messages)
         return replace(rates, prepare_s=rounded(float(np.median(column(before, "expected_s"))))) if before else rates
@@ -512,7 +512,7 @@ def _kernels_of(model: ModelSpec) -> dict[str, int]:
     return {step.op: step.kernels for step in reversed(steps) if step.op != "copy"}  # the first norm replaces others
 
 
-def _unmeasured(source: str, log_sd: float) -> OperationFit:
+def _assumption(source: str, log_sd: float) -> OperationFit:
     return OperationFit(source=source, num_rows=0, mape=0.0, cross_validated_mape=0.0, log_sd=log_sd, seen={})
 
 

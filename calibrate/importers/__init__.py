@@ -41,7 +41,7 @@ def read_source(text: str, argument: str = "measurements") -> list[Measurement]:
         rows = layout_of(table).read(table)
     if not rows:
         raise InputError(argument, text, f"a source with rows of {', '.join(OPERATIONS)}")
-    return _filtered(rows, filters, text, argument)
+    return _filter(rows, filters, text, argument)
 
 
 def layout_of(table: CsvTable) -> Layout:
@@ -70,7 +70,7 @@ def _parse_filter(query: str, text: str, argument: str) -> dict[str, str]:
     return filters
 
 
-def _filtered(every: list[Measurement], filters: dict[str, str], text: str, argument: str) -> list[Measurement]:
+def _filter(every: list[Measurement], filters: dict[str, str], text: str, argument: str) -> list[Measurement]:
     """The rows that contain all wanted texts. If there are none, InputError lists the values of the field."""
     for field, value in filters.items():
         rows = [row for row in every if value in getattr(row, field).lower()]

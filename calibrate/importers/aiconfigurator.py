@@ -129,7 +129,7 @@ def _rows(
             **common,
             **times,
         )
-        for (device, kernel, *shape), times in _merged(frame, list(columns.values()))
+        for (device, kernel, *shape), times in _merge(frame, list(columns.values()))
     ]
 
 
@@ -421,7 +421,7 @@ def read_recurrence(text: str, kind: str, argument: str = "measurements") -> Rec
     table, file = TABLES[kind]
     shape = list(_SCAN_COLUMNS.values())
     frame, source = read_table(text, table, file, shape, ["kernel_source", "phase"], argument=argument)
-    rows = [(key, times["median_s"]) for key, times in _merged(frame[frame["phase"] == "context"], shape)]
+    rows = [(key, times["median_s"]) for key, times in _merge(frame[frame["phase"] == "context"], shape)]
     sizes = np.array([key[2:] for key, _ in rows], dtype=float).reshape(-1, len(shape))
     return RecurrenceRows(
         kind=kind,
@@ -656,7 +656,7 @@ def _refuse(faulty: Any, written: Any, where: str, accepted: str) -> None:
         raise InputError(f"{where}, row {row}", written.iloc[row], accepted)
 
 
-def _merged(frame: Any, shape: list[str]) -> Iterable[tuple[tuple[Any, ...], dict[str, float | None]]]:
+def _merge(frame: Any, shape: list[str]) -> Iterable[tuple[tuple[Any, ...], dict[str, float | None]]]:
     """Merge rows by device, kernel and shape: yield the median and the spread of their seconds."""
     keys = ["device", "kernel_source", *shape]
     times = frame.groupby(keys, sort=False)["latency"].agg(["median", "std"]).reset_index()

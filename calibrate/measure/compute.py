@@ -245,9 +245,9 @@ class _Rows:
             mixer = model.layers[0].mixer
             assert isinstance(mixer, Attention)
             self._add("block", "block", seconds, **call, **heads)
-            self._add("merge", "merge", seconds, **self._moved(measured_merge(mixer).nbytes, point.chunk))
+            self._add("merge", "merge", seconds, **self._traffic(measured_merge(mixer).nbytes, point.chunk))
         else:
-            unmarked = _unmarked(seconds)
+            unmarked = _without_marks(seconds)
             self.chunks.setdefault(point.chunk, []).extend(unmarked)
             for operation in _BY_POINT:
                 self._add(operation, operation, unmarked, **call, **(heads if operation == "attention" else {}))
@@ -261,7 +261,7 @@ class _Rows:
                     sizes = {"tokens": chunk, "in_features": fan_in, "out_features": fan_out}
                     self._add("gemm", name, samples, kernel="torch.nn.Linear", **sizes)
             for operation, nbytes in traffic_of(self.model).items():
-                self._add(operation, operation, samples, **self._moved(nbytes, chunk))
+                self._add(operation, operation, samples, **self._traffic(nbytes, chunk))
             copied = 2 * self.model.layer_cache_bytes(chunk, self.element_bytes)
             self._add("cache_append", "cache_append", samples, kernel="torch", chunk=chunk, prefix=0, bytes=copied)
         if self.chunks:
@@ -269,7 +269,7 @@ class _Rows:
             sizes = {"in_features": head.in_features, "out_features": head.out_features}
             self._add("head", "head", every, kernel="torch.nn.Linear", **sizes)
 
-    def _moved(self, nbytes: float, tokens: int) -> dict[str, Any]:
+    def _traffic(self, nbytes: float, tokens: int) -> dict[str, Any]:
         """Fields of an element-wise kernel; `nbytes` counts bytes per token, in two-byte elements."""
         return {"kernel": "torch", "tokens": tokens, "bytes": round(nbytes * tokens * self.element_bytes / 2)}
 
@@ -284,7 +284,7 @@ class _Rows:
             self.rows.append(Measurement(operation=operation, **times, **{**self.common, **fields}))
 
 
-def _unmarked(rows: Sequence[Seconds]) -> list[Seconds]:
+def _without_marks(rows: Sequence[Seconds]) -> list[Seconds]:
     """The samples of a point; the parts of layers are scaled to the time of layers without marks inside.
 
     Marks only add time: a longer time without marks is noise, and nothing is scaled up.

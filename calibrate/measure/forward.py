@@ -131,7 +131,7 @@ class ForwardTimer:
                 if heat:
                     self._heat(model, geometry, at)
                 with parts.hooked(self.clock):
-                    return self._timed(model, geometry, parts, at)
+                    return self._time(model, geometry, parts, at)
         except torch.OutOfMemoryError:
             gc.collect()
             torch.cuda.empty_cache()
@@ -139,14 +139,14 @@ class ForwardTimer:
 
     def _heat(self, model: Any, geometry: Geometry, at: Point) -> None:
         """Run forwards of the point for HEAT_S, until just before the timed one."""
-        forward = self._prepared(model, geometry, at, None)
+        forward = self._prepare(model, geometry, at, None)
         until_s = time.monotonic() + HEAT_S
         while time.monotonic() < until_s:
             forward()
             self.clock.wait()
 
-    def _timed(self, model: Any, geometry: Geometry, parts: LayerParts, at: Point) -> dict[str, float]:
-        forward = self._prepared(model, geometry, at, _Marks(self.clock))
+    def _time(self, model: Any, geometry: Geometry, parts: LayerParts, at: Point) -> dict[str, float]:
+        forward = self._prepare(model, geometry, at, _Marks(self.clock))
         hold_s = 0.0
         for _ in range(1 if self.clock.host_is_device else 2):  # the first run measures the host's time
             self.clock.start(hold_s)
@@ -160,7 +160,7 @@ class ForwardTimer:
         self.known_s[at] = corrected[-1].device_s - corrected[0].device_s
         return parts.times(corrected)
 
-    def _prepared(
+    def _prepare(
         self, model: Any, geometry: Geometry, at: Point, listener: CacheListener | None
     ) -> Callable[[], object]:
         """Prepare a forward of the point that can be repeated."""

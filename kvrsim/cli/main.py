@@ -66,7 +66,7 @@ class Program(Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Make a command; None if the name is unknown."""
-        return made(cmd_name) if cmd_name in COMMANDS else None
+        return make_command(cmd_name) if cmd_name in COMMANDS else None
 
     def invoke(self, ctx: click.Context) -> object:
         """Run a command; an interruption ends it without the empty line that Click would print."""
@@ -85,7 +85,7 @@ class Program(Group):
 
 
 @cache
-def made(name: str) -> click.Command:
+def make_command(name: str) -> click.Command:
     """Import a command."""
     summary, where = COMMANDS[name]
     module, _, attribute = where.partition(":")
@@ -151,17 +151,17 @@ def main(arguments: Sequence[str]) -> int:
         code = app(args=arguments, prog_name="kvrsim", standalone_mode=False)
         sys.stdout.flush()
         if code == EXIT_INTERRUPTED:
-            return _fail(_interrupted(), EXIT_INTERRUPTED)
+            return _fail(_interrupt_line(), EXIT_INTERRUPTED)
         return code if isinstance(code, int) else 0
     except KvrsimError as error:
         from kvrsim.cli.mistakes import command_of, error_line
 
         return _fail(f"error: {error_line(error, command_of(arguments, app))}", error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        return _fail(_interrupted(), EXIT_INTERRUPTED)
+        return _fail(_interrupt_line(), EXIT_INTERRUPTED)
     except (BrokenPipeError, SystemExit) as error:  # Click raises SystemExit for a broken pipe
         if isinstance(error, SystemExit) and error.code in EXIT_SIGNALS:  # while ranks ran
-            return _fail(_interrupted(), int(error.code))
+            return _fail(_interrupt_line(), int(error.code))
         if isinstance(error, SystemExit) and error.code == 0:  # after shell completion
             return 0
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit needs an open file
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str]) -> int:
         return _fail_unexpectedly(error, arguments)
 
 
-def _interrupted() -> str:
+def _interrupt_line() -> str:
     """Describe in one line which files remain after an interruption."""
     from kvrsim.io.journal import kept
 

@@ -30,20 +30,20 @@ def error_line(error: KvrsimError, command: Any) -> str:
     """
     options = options_of(command)
 
-    def spelled(match: re.Match[str]) -> str:
+    def option(match: re.Match[str]) -> str:
         names = (f"--{one.replace('_', '-')}" for one in (match["name"], _SAME.get(match["name"], "")))
         return next((one for one in names if one in options), match[0])
 
     def first_name(text: str) -> str:
-        return _FIRST_NAME.sub(spelled, text, count=1)
+        return _FIRST_NAME.sub(option, text, count=1)
 
     if isinstance(error, InputError):
         name = first_name(error.parameter)
-        accepted = _QUOTED_NAME.sub(spelled, error.accepted)
-        meant = nearest(str(error.value), re.findall(r"\b(?<![\w.+@-])[a-z][\w.+@-]*", accepted))
+        accepted = _QUOTED_NAME.sub(option, error.accepted)
+        guess = nearest(str(error.value), re.findall(r"\b(?<![\w.+@-])[a-z][\w.+@-]*", accepted))
         if name in _LISTED:
             accepted = _MANY_NAMES.sub(f"those of kvrsim {_LISTED[name]} list", accepted)
-        return _with_hint(str(InputError(name, error.value, accepted)), meant)
+        return _with_hint(str(InputError(name, error.value, accepted)), guess)
     text = str(error)
     for name in {fault.parameter for fault in getattr(error, "faults", ()) if fault.parameter}:
         text = text.replace(f": {name}: got", f": {first_name(name)}: got")
@@ -82,36 +82,36 @@ def usage_line(error: click.ClickException, command: Any) -> str:
             options = [*options_of(context.command), "--help"]
             if (size := _SIZE.fullmatch(error.option_name)) and "--strategies" in options:
                 return f"{error.option_name}: no such option of {full}, accepted: --strategies {size[1]}8 or tp4+pp2"
-            meant = nearest(error.option_name, options)
-            accepted = ", ".join(options) if meant is None else f"those of {full} --help"
-            return _with_hint(f"{error.option_name}: no such option of {full}, accepted: {accepted}", meant)
+            guess = nearest(error.option_name, options)
+            accepted = ", ".join(options) if guess is None else f"those of {full} --help"
+            return _with_hint(f"{error.option_name}: no such option of {full}, accepted: {accepted}", guess)
         case click.MissingParameter() if error.param is not None:
-            return f"{_spelling(error.param)}: got nothing, accepted: {_accepted(error.param)}"
+            return f"{_spelling(error.param)}: got nothing, accepted: {_accepted_values(error.param)}"
         case click.BadOptionUsage():
             option = next((param for param in command.params if error.option_name in param.opts), None)
             if option is not None and option.is_flag:
                 return f"{error.option_name}: got a value, accepted: the option alone"
-            return f"{error.option_name}: got nothing, accepted: {_accepted(option)}"
+            return f"{error.option_name}: got nothing, accepted: {_accepted_values(option)}"
     group: Any = getattr(context, "command", None)
     if hasattr(group, "list_commands"):
         commands, match = group.list_commands(context), _NO_SUCH_COMMAND.search(message)
-        meant = nearest(match[1], commands) if match else None
-        accepted = ", ".join(commands) if meant is None else f"those of {full} --help"
+        guess = nearest(match[1], commands) if match else None
+        accepted = ", ".join(commands) if guess is None else f"those of {full} --help"
         value = f"'{match[1]}'" if match else "nothing"
-        return _with_hint(f"command of {full}: got {value}, accepted: {accepted}", meant and f"{full} {meant}")
+        return _with_hint(f"command of {full}: got {value}, accepted: {accepted}", guess and f"{full} {guess}")
     if extra := _EXTRA_ARGUMENT.search(message):
         return f"arguments: got '{extra[1]}', accepted: none but the options of {full}"
     return str(message)
 
 
-def _with_hint(line: str, meant: str | None) -> str:
-    return line if meant is None else f"{line}; did you mean {meant}?"
+def _with_hint(line: str, guess: str | None) -> str:
+    return line if guess is None else f"{line}; did you mean {guess}?"
 
 
 def _spelling(param: Any) -> str:
     return str(param.opts[0] if param.param_type_name == "option" else param.metavar or param.name)
 
 
-def _accepted(param: Any) -> str:
+def _accepted_values(param: Any) -> str:
     text = (getattr(param, "about", None) or getattr(param, "help", None) or "").rstrip(".")
     return f"{getattr(param, 'metavar', None) or 'a value'} ({text})" if text else "a value"

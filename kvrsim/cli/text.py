@@ -69,7 +69,7 @@ def show(*parts: Part) -> None:
 
 def page(parts: Sequence[Part], width: int, *, terminal: bool) -> str:
     """Lines that `show` prints at a given width, with style codes on a terminal."""
-    fitted = (one for part in parts for one in _fitted(part, width, terminal=terminal))
+    fitted = (one for part in parts for one in _fit(part, width, terminal=terminal))
     text = "\n".join(line for part in fitted for line in _lines(part, width, terminal=terminal))
     return text if terminal else click.unstyle(text)
 
@@ -100,20 +100,20 @@ def _row(
     gap: str = " ",
 ) -> Iterator[str]:
     """Lines of cells next to each other; numbers are aligned to the right."""
-    wrapped = [_wrapped(cell, width) for cell, width in zip(cells, widths, strict=True)]
+    wrapped = [_wrap(cell, width) for cell, width in zip(cells, widths, strict=True)]
     about = [
         (width, number, f"{style} {cell.style if isinstance(cell, Text) else ''}")
         for cell, width, number, style in zip(cells, widths, numbers, styles, strict=False)
     ]
     for texts in zip_longest(*wrapped, fillvalue=""):
         lines = (
-            " " * (number * (width - len(text))) + _styled(text, style) + " " * (not number and width - len(text))
+            " " * (number * (width - len(text))) + _style(text, style) + " " * (not number and width - len(text))
             for text, (width, number, style) in zip(texts, about, strict=True)
         )
         yield gap.join(lines).rstrip()
 
 
-def _wrapped(text: str, width: int) -> list[str]:
+def _wrap(text: str, width: int) -> list[str]:
     """Lines of a text at most `width` wide; longer words are split. Control characters are escaped."""
     return [
         line
@@ -122,7 +122,7 @@ def _wrapped(text: str, width: int) -> list[str]:
     ]
 
 
-def _styled(text: str, style: str) -> str:
+def _style(text: str, style: str) -> str:
     """Mark up a text with the codes of a terminal; `style` names some of _STYLES."""
     codes = {key: value for name in style.split() for key, value in _STYLES[name].items()}
     return click.style(text, **codes) if text and codes else text
@@ -141,7 +141,7 @@ def markdown(parts: Sequence[Part]) -> str:
     )
 
 
-def _fitted(part: Part, width: int, *, terminal: bool) -> Iterator[str | Table | Facts]:
+def _fit(part: Part, width: int, *, terminal: bool) -> Iterator[str | Table | Facts]:
     """The text of a part of a screen at a given width."""
     if not isinstance(part, Table) or not terminal:
         yield part
@@ -151,7 +151,7 @@ def _fitted(part: Part, width: int, *, terminal: bool) -> Iterator[str | Table |
             if natural_width(table, prose=_PROSE) > width:
                 table = table.without(rank)
         if natural_width(table, prose=_PROSE) > width:
-            yield from _stacked(part)
+            yield from _stack(part)
             return
         yield table
         titles = {column.title for column in table.columns}
@@ -159,7 +159,7 @@ def _fitted(part: Part, width: int, *, terminal: bool) -> Iterator[str | Table |
             yield Text(f"columns hidden for lack of width: {', '.join(gone)}", "dim")
 
 
-def _stacked(table: Table) -> Iterator[str | Facts]:
+def _stack(table: Table) -> Iterator[str | Facts]:
     """Rows as lists of titles and cells, for a screen that is too narrow for the table."""
     first, *others = table.columns
     for cells in table.texts():

@@ -342,10 +342,10 @@ class _Kind:
     @property
     def accepted(self) -> str:
         """Accepted values in words, for messages."""
-        return self._described + (", or null" if self.optional else "")
+        return self._description + (", or null" if self.optional else "")
 
     @property
-    def _described(self) -> str:
+    def _description(self) -> str:
         if self.checks:
             return self.checks[0].accepted
         if len(self.options) > 1:
@@ -368,12 +368,12 @@ class _Kind:
             return None
         if len(self.options) > 1:
             return self._read_union(value, path, data)
-        result = self._converted(value, path, data)
+        result = self._convert(value, path, data)
         if result is None or not all(check.holds(result) for check in self.checks):
             raise data.error(path, self.accepted, value)
         return result
 
-    def _converted(self, value: Any, path: str, data: JsonObject) -> Any:
+    def _convert(self, value: Any, path: str, data: JsonObject) -> Any:
         """Convert a value; None if the value is not of this kind."""
         base, origin = self.base, self.origin
         if base is float or base is int:
@@ -433,6 +433,6 @@ class _Kind:
             best = max(objects, key=lambda kind: len(_fields(kind.base).keys() & value.keys()))
             return best.read(value, path, data)
         for kind in kinds:
-            if (result := kind._converted(value, path, data)) is not None:
+            if (result := kind._convert(value, path, data)) is not None:
                 return result
         raise data.error(path, self.accepted, value)

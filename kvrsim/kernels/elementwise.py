@@ -159,8 +159,8 @@ def before_mixer(
     """
     steps = [_norm(model, model.hidden_size, fused=fused)] * layer.norms_before_mixer
     if layer.mixer is not None:
-        steps += [_norm(model, features, fused=fused) for features in _normed(layer.mixer)]
-        rotated = _rotated(layer.mixer)
+        steps += [_norm(model, features, fused=fused) for features in _norm_widths(layer.mixer)]
+        rotated = _rotary_widths(layer.mixer)
         step = (_FUSED if fused else _EAGER)["rotary"]
         if rotated and model.rotary:
             steps.append(Traffic("rotary", step.nbytes * sum(rotated), step.kernels))
@@ -204,7 +204,7 @@ def _norm(model: ModelSpec, features: int, *, fused: bool) -> Traffic:
     return Traffic("norm", step.nbytes * features, step.kernels)
 
 
-def _normed(mixer: Mixer) -> tuple[int, ...]:
+def _norm_widths(mixer: Mixer) -> tuple[int, ...]:
     """Number of features of each norm inside a mixer: of queries and keys, or of latents."""
     if isinstance(mixer, Attention):
         heads = (mixer.num_attention_heads, mixer.num_key_value_heads) if mixer.qk_norm else ()
@@ -218,7 +218,7 @@ def _normed(mixer: Mixer) -> tuple[int, ...]:
     return (mixer.num_value_heads * mixer.value_head_dim,)
 
 
-def _rotated(mixer: Mixer) -> tuple[int, ...]:
+def _rotary_widths(mixer: Mixer) -> tuple[int, ...]:
     """Number of rotated features of queries and of keys."""
     if isinstance(mixer, Recurrence):
         return ()

@@ -35,9 +35,9 @@ from kvrsim.values import dataclass
 
 EXPERTS = Part("experts")
 _HALF_BYTES = 2
-# Standard deviation of an expert's load divided by its mean, for NVIDIA's power law of exponent 1.01 and loads from
-# 1 to 0.8 times the tokens, in prefills of 8192 tokens. aiconfigurator-core 0.12.0 uses this law for DeepSeek's models by
-# default (sdk/models/deepseek.py; sample_power_law in helper.py of its collector).
+# Standard deviation of an expert's load divided by its mean, for NVIDIA's power law of exponent 1.01 and loads from 1
+# to 0.8 times the tokens, in prefills of 8192 tokens. aiconfigurator-core 0.12.0 uses this law for DeepSeek's models
+# by default (sdk/models/deepseek.py; sample_power_law in helper.py of its collector).
 POWER_LAW_LOAD_SD = 1.88
 
 # Kernels of routing: scores, choice, counting, sorting, copying rows to experts, weighted sum (fused_moe of vLLM and

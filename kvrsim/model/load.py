@@ -68,7 +68,7 @@ def add_model(source: str, name: str | None, argument: str = "CONFIG|FOLDER") ->
     name = name or (source.rpartition("/")[2] if snapshot else _name_of(path))
     if not re.fullmatch(r"[\w.][\w.-]*", name) or name in builtin_models():
         raise InputError("name", name, "letters, digits, dots and hyphens, and no built-in name")
-    config = _read(path, argument)
+    config = _read_config(path, argument)
     model = read_config(config, name)
     shape = freeze(replace(model, layers=model.layer_kinds))
     fields, folder = dict(config.fields), own_folder() / name
@@ -102,7 +102,7 @@ def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
     path = config_path(name, argument)
     if name not in builtin_models():
         name = _name_of(path) or name
-    config = _read(path, argument)
+    config = _read_config(path, argument)
     frozen = path.with_name(_FROZEN)
     if frozen.is_file() and path.parent.parent == own_folder():
         content = parse_json(frozen.read_bytes())
@@ -133,7 +133,7 @@ def known_shape(name: str) -> tuple[str, str, int | None] | None:
     return None
 
 
-def _read(path: Path, argument: str) -> JsonObject:
+def _read_config(path: Path, argument: str) -> JsonObject:
     """A config.json with the quantisation of NVIDIA's hf_quant_config.json in the same folder, if there is one."""
     config = JsonObject.read(path, argument)
     beside = path.with_name(path.name.removesuffix("config.json") + "hf_quant_config.json")

@@ -280,7 +280,7 @@ def _format(entry: Mapping[str, Any], data: JsonObject, *, optional: bool = Fals
         if data.integer(key, value) != value:
             raise data.error(key, str(value))
     if data.sequence(entry.get("blocks", "")):
-        return _blocked(data, entry["blocks"])
+        return _block_format(data, entry["blocks"])
     if "by" in entry:
         formats, places = entry["formats"], [_place(data, path) for path in entry["by"]]
         inner, key = next((place for place in places if place[0].has(place[1])), places[0])
@@ -319,7 +319,7 @@ def _number(entry: Any, data: JsonObject, **limits: int) -> Any:
     return data.integer(data.first_of(*keys), default, **limits)
 
 
-def _blocked(data: JsonObject, key: str) -> WeightFormat:
+def _block_format(data: JsonObject, key: str) -> WeightFormat:
     sizes = data.sequence(key)
     if len(sizes) != 2 or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
         raise data.error(key, "an array of two whole numbers above 0")
@@ -335,7 +335,7 @@ def _of_group(group: JsonObject) -> WeightFormat:
         data_in = group.child("input_activations")
         inputs = f"{data_in.text('type', 'int')}{data_in.integer('num_bits', 8, minimum=2, maximum=16)}"
     if strategy == "block" and floats and bits == 8:
-        return _blocked(data, "block_structure")
+        return _block_format(data, "block_structure")
     size = max(0, data.integer("group_size", -1, minimum=-1)) or None
     if floats and bits == 4 and size == 32:  # MXFP4: an 8-bit exponent per 32 weights
         return WeightFormat(compute="mxfp4_wo", bits=4, scale_bits=8, group_inputs=32)

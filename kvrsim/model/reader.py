@@ -133,7 +133,7 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
             for source in {type(module).__module__ for module in model.modules()}:
                 for name, function in list(vars(sys.modules[source]).items()):
                     if callable(function) and not isinstance(function, type) and re.search("apply.*rotary|alibi", name):
-                        stack.enter_context(patch.object(sys.modules[source], name, self._watched(function, name)))
+                        stack.enter_context(patch.object(sys.modules[source], name, self._watch(function, name)))
             stack.enter_context(patch.object(torch.distributions.Distribution, "_validate_args", False))
             for context in (torch.no_grad(), _Values(), self):
                 stack.enter_context(context)
@@ -152,7 +152,7 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
         if "norm" in type(module).__name__.lower():
             self._before_norm[id(output)] = (self.inputs[name], output)
 
-    def _watched(self, function: Any, name: str) -> Any:
+    def _watch(self, function: Any, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.rotary.update(self._running)
             self.alibi |= "alibi" in name
@@ -302,9 +302,9 @@ class _Reader:
     def __init__(self, config: Any, model: nn.Module, sizes: _Sizes) -> None:
         self.config, self.model, self.sizes, self.trace = config, model, sizes, _Trace(model)
         self.notes: list[str] = []
-        self._described: Counter[int] = Counter()  # FLOPs of products in the description, by the weight's storage
-        self._explained: list[str] = []  # modules whose products of activations are in the description
-        self._held: set[int] = set()  # parameters that earlier layers hold
+        self._counted_flops: Counter[int] = Counter()  # FLOPs of products in the description, by the weight's storage
+        self._counted_places: list[str] = []  # modules whose products of activations are in the description
+        self._earlier: set[int] = set()  # parameters that earlier layers hold
         self._choice: Indexer | None = None  # indexer of the last layer that chooses keys
 
     def spec(self, name: str) -> ModelSpec:
@@ -342,18 +342,18 @@ class _Reader:
         """Raise RefusedError where the description and the class differ in parameters or products."""
         _equal("parameters", parameters, sum(one.numel() for one in self.model.parameters()))
         for key, flops in self.trace.products.items():
-            if 1000 * abs(flops - self._described[key]) > sum(self.trace.products.values()):
-                _equal(f"FLOPs of {self.trace.weights[key]}", self._described[key], flops)
-            elif flops != self._described[key]:
+            if 1000 * abs(flops - self._counted_flops[key]) > sum(self.trace.products.values()):
+                _equal(f"FLOPs of {self.trace.weights[key]}", self._counted_flops[key], flops)
+            elif flops != self._counted_flops[key]:
                 self.notes.append(REPEATED)
         for where in self.trace.others:
-            if not any(_inside(where, one) for one in self._explained):
+            if not any(_inside(where, one) for one in self._counted_places):
                 kind = type(self.model.get_submodule(where)).__name__
                 raise RefusedError(f"{where} ({kind}): a product of activations")
 
     def _describe(self, weights: Iterable[torch.Tensor]) -> None:
         for one in weights:
-            self._described[_storage(one)] += 2 * TOKENS * one.numel()
+            self._counted_flops[_storage(one)] += 2 * TOKENS * one.numel()
 
     def _stack(self) -> tuple[str, nn.ModuleList]:
         count = int(self.config.num_hidden_layers)
@@ -368,8 +368,8 @@ class _Reader:
         for inside in module.modules():
             sides = [one for one in vars(inside).values() if type(one) is not int and isinstance(one, int)]
             for one in _own(inside).values():
-                if id(one) not in self._held:
-                    self._held.add(id(one))
+                if id(one) not in self._earlier:
+                    self._earlier.add(id(one))
                     total += prod(_symbol(size, *(sides if type(size) is int else ())) for size in self.sizes.of(one))
         return total
 
@@ -377,11 +377,11 @@ class _Reader:
         """Number of parameters before the layers and after them, and rows of learned positions."""
         counts: Counter[str] = Counter()
         ends = [one for module in (tokens, head) if module is not None for one in module.parameters()]
-        self._held |= set(map(id, ends))
+        self._earlier |= set(map(id, ends))
         self._describe([] if head is None else [head.weight])
         for name, module in self.model.named_modules():
-            own = [one for one in _own(module).values() if id(one) not in self._held]
-            self._held |= set(map(id, own))
+            own = [one for one in _own(module).values() if id(one) not in self._earlier]
+            self._earlier |= set(map(id, own))
             table = own and isinstance(module, nn.Embedding) and name in self.trace.order
             if table and re.search("pos|wpe", name) and own[0].shape[1] == self.config.hidden_size:
                 counts["positions"] += self.sizes.of(own[0])[0]
@@ -389,7 +389,7 @@ class _Reader:
             first = self.trace.order.get(name, 0) < self.trace.order[f"{place}.0"]
             counts["before" if first else "after"] += sum(prod(self.sizes.of(one)) for one in own)
             for one in own:  # some of these products run for one token alone
-                self._described[_storage(one)] = self.trace.products[_storage(one)]
+                self._counted_flops[_storage(one)] = self.trace.products[_storage(one)]
             if any(_storage(one) in self.trace.products for one in own) and not _STREAMS.search(type(module).__name__):
                 self.notes.append(f"{re.sub(r'[.][0-9]+', '', name)} is counted by its parameters alone")
         return counts
@@ -521,7 +521,7 @@ class _Reader:
         ours, theirs = 2 * TOKENS * sum(gemm.num_weights for gemm in mlp), self.trace.within(place)
         if theirs not in (0 if _within(layer.gemms, cube) else top_k * ours, count * ours):  # some run all experts
             _equal(f"FLOPs of {cube}", top_k * ours, theirs)
-        self._explained.append(place)
+        self._counted_places.append(place)
         self._describe(experts.parameters())  # these products run if a class runs all experts for all tokens
         return LayerSpec(
             mixer=None,
@@ -575,19 +575,19 @@ class _Reader:
         last = max(paths, key=lambda path: self._when(layer, path))
         inputs = [path for path in paths if path != last]
         layer = replace(layer, name=name, module=layer.named[name], inputs=inputs, last=last)
-        self._explained.append(layer.mixer_place)
+        self._counted_places.append(layer.mixer_place)
         decays = any(path.endswith("A_log") for path, _ in layer.module.named_parameters())
         states = self._states(layer, decays)
         if states or decays or "ShortConv" in type(layer.module).__name__:
             return self._recurrence(layer, states)
         indexer = self._indexer(layer)
         if hasattr(layer.module, "compressor") or f"{name}.o_a_proj" in paths:
-            return self._compressed(layer, indexer)
+            return self._compressed_attention(layer, indexer)
         if getattr(layer.module, "kv_b_proj", None) is not None:
             return self._latent(layer, indexer)
         return self._attention(layer, indexer)
 
-    def _cached(self, module: nn.Module) -> Any:
+    def _cache_of(self, module: nn.Module) -> Any:
         """The layer of the class's cache that a mixer writes; None if it writes no cache."""
         number = next((one.layer_idx for one in module.modules() if _number("layer_idx", one) is not None), None)
         layers = getattr(self.trace.cache, "layers", [])
@@ -596,7 +596,7 @@ class _Reader:
     def _states(self, layer: _Layer, decays: bool) -> list[torch.Tensor]:
         """States of a mixer: in the class's cache, in the mixer itself, or returned with its output."""
         module = layer.module
-        cache = getattr(self._cached(module), "recurrent_states", None)
+        cache = getattr(self._cache_of(module), "recurrent_states", None)
         states = [one for one in (cache.values() if isinstance(cache, dict) else cache or ()) if one is not None]
         if states and (decays or "Attention" not in type(module).__name__):  # a layer with two mixers has one cache
             return states
@@ -612,7 +612,7 @@ class _Reader:
         return [one[..., 0] if one.shape[-1] == count and one.dim() == 3 else one for one in returned]
 
     def _attention(self, layer: _Layer, indexer: Indexer | None) -> Attention:
-        config, module, cached = self.config, layer.module, self._cached(layer.module)
+        config, module, cached = self.config, layer.module, self._cache_of(layer.module)
         heads = _number("num_attention_heads", module, config)
         output = layer.gemm(layer.last, "rows")
         leaves = {path: path.removesuffix(".linear").rpartition(".")[2] for path in layer.inputs}
@@ -720,7 +720,7 @@ class _Reader:
         )
         return self._choice
 
-    def _compressed(self, layer: _Layer, indexer: Indexer | None) -> CompressedAttention:
+    def _compressed_attention(self, layer: _Layer, indexer: Indexer | None) -> CompressedAttention:
         grouped, last = f"{layer.name}.o_a_proj", f"{layer.name}.o_b_proj"
         layer.inputs = [path for path in (*layer.inputs, layer.last) if path not in (grouped, last)]
         first, groups = layer.gemm(grouped, "columns"), layer.module.o_a_proj.n_groups

@@ -40,19 +40,19 @@ class LayerSpec:
     @property
     def num_parameters(self) -> int:
         """Parameters held in memory."""
-        return self._summed(max(1, self.num_experts), lambda gemm: gemm.num_parameters) + self.other_parameters
+        return self._sum_of(max(1, self.num_experts), lambda gemm: gemm.num_parameters) + self.other_parameters
 
     @property
     def active_parameters(self) -> int:
         """Parameters that a token passes through."""
-        return self._summed(max(1, self.num_experts_per_tok), lambda gemm: gemm.num_parameters) + self.other_parameters
+        return self._sum_of(max(1, self.num_experts_per_tok), lambda gemm: gemm.num_parameters) + self.other_parameters
 
     def weight_bytes(self, bytes_per_element: int) -> int:
         """Bytes held in memory; `bytes_per_element` applies to elements that are not quantised."""
-        matrices = self._summed(max(1, self.num_experts), lambda gemm: gemm.weight_bytes(bytes_per_element))
+        matrices = self._sum_of(max(1, self.num_experts), lambda gemm: gemm.weight_bytes(bytes_per_element))
         return matrices + self.other_parameters * bytes_per_element
 
-    def _summed(self, num_experts: int, of: Callable[[Gemm], int]) -> int:
+    def _sum_of(self, num_experts: int, of: Callable[[Gemm], int]) -> int:
         return sum(map(of, self.matrices)) + num_experts * sum(map(of, self.mlp))
 
 

@@ -155,7 +155,7 @@ def _fill(
     for key in variant["numbers"]:
         default: Any = None if key in absent else defaults.get(key)
         if key in derived and key not in fields:
-            default = _derived(derived[key], numbers, config)
+            default = _evaluate(derived[key], numbers, config)
         default = default if isinstance(default, int) else None
         if key not in fields and default is None:
             return None
@@ -169,7 +169,7 @@ def _fill(
     return replace(model, layers=tuple(layers), tie_word_embeddings=tied)
 
 
-def _derived(expression: str, numbers: Mapping[str, int], config: JsonObject) -> int:
+def _evaluate(expression: str, numbers: Mapping[str, int], config: JsonObject) -> int:
     """The default of a number that the file leaves out; InputError for a quotient that is not whole."""
     whole = re.fullmatch(r"\(\((\w+)\) // \((\w+)\)\)", expression)
     if whole and numbers[whole[1]] % numbers[whole[2]]:
@@ -307,13 +307,13 @@ def adapted(config: JsonObject, model: ModelSpec) -> ModelSpec:
     """The model with the parts that its own type adds to the type that it was read as."""
     remote = remote_type(config)
     if "fused" in remote:
-        kinds = {layer: _fused(layer, remote["fused"]) for layer in model.layer_kinds}
+        kinds = {layer: _fuse(layer, remote["fused"]) for layer in model.layer_kinds}
         model = replace(model, layers=tuple(kinds[layer] for layer in model.layers))
     notes = (*remote.get("notes", ()), *model.approximations)
     return replace(model, approximations=notes, alibi=remote.get("alibi", model.alibi))
 
 
-def _fused(layer: LayerSpec, name: str) -> LayerSpec:
+def _fuse(layer: LayerSpec, name: str) -> LayerSpec:
     """The layer with one matrix for Q, K and V."""
     assert isinstance(layer.mixer, Attention)
     width = sum(gemm.out_features for gemm in layer.mixer.projections)

@@ -249,12 +249,12 @@ def _names(
         links.setdefault(spans[index].rank, set()).add(track)
     for rank, names in enumerate(ranks):
         pid, of = first + rank, f"{name}, " if name else ""
-        yield from _named("process", pid, None, of + names)
+        yield from _name_event("process", pid, None, of + names)
         for label, tid in sorted({("compute", _COMPUTE), *links.get(rank, ())}, key=lambda track: track[1]):
-            yield from _named("thread", pid, tid, label)
+            yield from _name_event("thread", pid, tid, label)
 
 
-def _named(what: str, pid: int, tid: int | None, name: str) -> Iterable[Event]:
+def _name_event(what: str, pid: int, tid: int | None, name: str) -> Iterable[Event]:
     place = {"ph": "M", "pid": pid} | ({} if tid is None else {"tid": tid})
     yield place | {"name": f"{what}_name", "args": {"name": name}}
     yield place | {"name": f"{what}_sort_index", "args": {"sort_index": pid if tid is None else tid}}

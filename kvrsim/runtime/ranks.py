@@ -209,7 +209,7 @@ class RankPool:
         end_s = time.monotonic() + timeout_s
         while waiting and (left_s := end_s - time.monotonic()) > 0:
             for pipe in connection.wait(list(waiting), timeout=left_s):
-                kind, answer = self._received(waiting[pipe], pipe)
+                kind, answer = self._receive(waiting[pipe], pipe)
                 if kind != "progress":
                     rank = waiting.pop(pipe)
                 if kind == "result":
@@ -226,7 +226,7 @@ class RankPool:
             raise RankError(list(dict.fromkeys(faults)))
         return answers
 
-    def _received(self, rank: int, pipe: Pipe) -> tuple[str, Any]:
+    def _receive(self, rank: int, pipe: Pipe) -> tuple[str, Any]:
         """Return the kind of a rank's message ("result", "progress" or "faults") and its value."""
         try:
             message: tuple[str, Any] = pickle.loads(pipe.recv_bytes())

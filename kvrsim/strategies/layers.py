@@ -71,7 +71,7 @@ def request(scenario: Scenario, chunk: Array, contexts: Sequence[int] | None = N
     host, here = scenario.host, scenario.request
     each = [here.batch * here.context_len] if contexts is None else contexts
     seconds = sum(host.request_s + host.token_s * tokens for tokens in each)
-    return (_held("request", chunk, seconds),) if seconds else ()
+    return (_hold("request", chunk, seconds),) if seconds else ()
 
 
 def before_step(scenario: Scenario, chunk: Array, keys: Array, cost: CostModel) -> tuple[Op, ...]:
@@ -79,13 +79,13 @@ def before_step(scenario: Scenario, chunk: Array, keys: Array, cost: CostModel) 
     if scenario.profile is None:
         return ()
     host, element_s = scenario.host, scenario.profile.kernels.elementwise.mask_element_s
-    ops = [_held("step", chunk, host.step_s, host.prepare_s)] if host.step_s or host.prepare_s else []
+    ops = [_hold("step", chunk, host.step_s, host.prepare_s)] if host.step_s or host.prepare_s else []
     if element_s and scenario.kernel != "flash":  # flash kernels take no mask
         ops.append(Compute(name="mask", device_s=cost.mask_s(chunk * keys), kind="embedding"))
     return tuple(ops)
 
 
-def _held(name: str, chunk: Array, seconds: float, host_s: float | None = None) -> Compute:
+def _hold(name: str, chunk: Array, seconds: float, host_s: float | None = None) -> Compute:
     """Operation in which the device waits `seconds` for the software; `host_s` is the host's time, None: `seconds`."""
     host_s = seconds if host_s is None else host_s
     return Compute(name=name, device_s=np.full_like(chunk, seconds), host_s=host_s, kind="request")
@@ -152,13 +152,13 @@ def layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
     elif step.costs.has_state:
         ops = _with_state(step, rank, in_turn=strategy.sends_in_turn)
         load = prefix_load(strategy, step, rank) if strategy.pipeline is None else None
-        yield from ops if load is None else _inserted(ops, load)
+        yield from ops if load is None else _insert(ops, load)
     else:
         local = step.costs.setting.prefix.is_local or strategy.pipeline is not None
         load = None if local else prefix_load(strategy, step, rank)
         layer = SINGLE.layer if step.num_ranks == 1 else strategy.layer
         ops = layer(step, rank)
-        yield from ops if load is None else _inserted(ops, load)
+        yield from ops if load is None else _insert(ops, load)
     yield from _experts(step, rank)
     yield from _all_reduces(step, rank)
 
@@ -188,7 +188,7 @@ def prefix_load(strategy: Strategy, step: Step, rank: int) -> Load | None:
     return costs.setting.prefix.load(needed.prefix_bytes, reads_peers=not strategy.carries_prefix)
 
 
-def _inserted(ops: Iterable[Op], load: Load) -> Iterator[Op]:
+def _insert(ops: Iterable[Op], load: Load) -> Iterator[Op]:
     """Insert a load after the projections of a layer."""
     program = list(ops)
     kinds = [op.kind if isinstance(op, Compute) else None for op in program]

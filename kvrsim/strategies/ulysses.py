@@ -31,13 +31,13 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     others = (rank + np.arange(1, ranks)) % ranks
     total = lengths.sum(axis=0)
     yield step.qkv(rank)
-    yield from _packed(step, (chunk, ranks * (queries + keys_values)))
+    yield from _pack(step, (chunk, ranks * (queries + keys_values)))
     there = _all_to_all(step, np.repeat(chunk[None], ranks - 1, axis=0), queries + keys_values)
     # Bytes of a rank's share of the cached prefix, for the receiver's heads.
     shares = heads.mixer.cache_bytes(step.cached) * step.costs.setting.prefix.share
     yield replace(there, nbytes=there.nbytes + shares)
     context = step.cached + total
-    yield from _packed(step, (total, queries))
+    yield from _pack(step, (total, queries))
     yield Compute(
         name="append",
         device_s=heads.mixer.append_s(total, step.cached),
@@ -51,13 +51,13 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
         host_s=heads.host_attention_s,
         score_elements=heads.mixer.score_elements(total, context),
     )
-    yield from _packed(step, (total, outputs))
+    yield from _pack(step, (total, outputs))
     yield _all_to_all(step, lengths[others], outputs)
-    yield from _packed(step, (chunk, ranks * outputs))
+    yield from _pack(step, (chunk, ranks * outputs))
     yield step.output_mlp(rank)
 
 
-def _packed(step: Step, what: tuple[Array, int]) -> Iterator[Compute]:
+def _pack(step: Step, what: tuple[Array, int]) -> Iterator[Compute]:
     """Copy tokens into or out of messages, if the profile counts such copies; what: tokens, and features per token."""
     if step.costs.packs:
         yield Compute(name="pack", device_s=step.costs.all_to_all_pack_s(*what), kind="merge")

@@ -33,7 +33,7 @@ class Colour:
 
     def mixed(self, other: Colour, share: float) -> Colour:
         """This colour mixed with `share` (0 to 1) of another."""
-        return Colour(_mixed(self.light, other.light, share), _mixed(self.dark, other.dark, share))
+        return Colour(_mix(self.light, other.light, share), _mix(self.dark, other.dark, share))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def text_on(colour: str) -> str:
 
 def faded(colour: str, ground: Ground = "light", *, share: float = 0.42) -> str:
     """Fade a colour towards the background, as for odd layers."""
-    return _mixed(colour, GROUND.on(ground), share)
+    return _mix(colour, GROUND.on(ground), share)
 
 
 def _share(size: int) -> float:
@@ -108,7 +108,7 @@ def _share(size: int) -> float:
     return min(0.8, 0.15 + 0.15 * log2(max(size, 1)))
 
 
-def _mixed(one: str, other: str, share: float) -> str:
+def _mix(one: str, other: str, share: float) -> str:
     pairs = ((int(one[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5))
     return "#" + "".join(f"{round(first + share * (second - first)):02x}" for first, second in pairs)
 

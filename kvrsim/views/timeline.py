@@ -137,11 +137,11 @@ def memory_data(memory: Mapping[str, Sequence[RankMemory]], limit: MemoryLimit) 
         "limit": limit.nbytes,
         "limit_words": format_bytes(limit.nbytes),
         "parts": list(_PARTS),
-        "of": {name: list(_grouped(ranks)) for name, ranks in memory.items()},
+        "of": {name: list(_groups(ranks)) for name, ranks in memory.items()},
     }
 
 
-def _grouped(ranks: Sequence[RankMemory]) -> Iterator[list[Any]]:
+def _groups(ranks: Sequence[RankMemory]) -> Iterator[list[Any]]:
     first = 0
     for parts, same in groupby(list(rank.at_peak.values()) for rank in ranks):
         count = len(list(same))

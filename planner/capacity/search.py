@@ -362,7 +362,7 @@ class FleetSearch:
         """The largest uniform fleet of each type of group within the limits."""
         return [(group.of(self.limits.max_gpus // group.type.gpus),) for (group,) in self.uniform()]
 
-    def _reported(self, items: Sequence[_Item], text: str) -> Iterator[_Item]:
+    def _report(self, items: Sequence[_Item], text: str) -> Iterator[_Item]:
         """Yield the items, and report the progress before each; the first ones only if the time budget ends."""
         for number, item in enumerate(items):
             if self.pool.is_late() and number >= len(self.types):
@@ -375,7 +375,7 @@ class FleetSearch:
     def fits(self, designs: Sequence[Fleet], earlier: Sequence[Fit] = ()) -> list[Fit]:
         """The earlier fits and the fits of designs that meet the target at no higher cost, best first."""
         fits = list(earlier)
-        for design in self._reported(designs, "designs of fleets"):
+        for design in self._report(designs, "designs of fleets"):
             best = min((fit.cost for fit in fits), default=math.inf)
             if (fit := self.fit(design, at_most=best if len(design) > 1 else math.inf)) is not None:
                 fits.append(fit)
@@ -462,7 +462,7 @@ class FleetSearch:
             for scale in (_SCALES if designs else _BELOW)
         ]
         fleets = [one for one in dict.fromkeys(scaled) if gpus_of(one) <= self.limits.max_gpus]
-        answers = (self.simulator.answer(one, has_interval=False) for one in self._reported(fleets, "larger fleets"))
+        answers = (self.simulator.answer(one, has_interval=False) for one in self._report(fleets, "larger fleets"))
         return tuple(replace(answer, runs=()) for answer in answers)
 
     def nearest_miss(self) -> FleetAnswer:

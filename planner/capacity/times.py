@@ -210,7 +210,7 @@ class Prefills:
         elif self.searches:
             chunks, finish_s = self.chains(padded, cached_prefix)
             slack_s = self.slack_s(chunks, finish_s, cached_prefix)
-            partition_at = partial(self._searched, {}, cached_prefix)
+            partition_at = partial(self._search, {}, cached_prefix)
         else:
             finish_s = self._prefill(_even(padded, self.num_ranks), cached_prefix)[:, -1:]
             slack_s = np.zeros_like(finish_s)
@@ -255,7 +255,7 @@ class Prefills:
             program = build_program(scenario, self.strategy, columns(chunks[rows]))
             delay_s = _FAR * float(finish_s[rows].max())
             for rank in range(1, self.num_ranks):
-                ends_s = run.run_program(_delayed(program, rank, delay_s), scenario.cluster).T + late_s
+                ends_s = run.run_program(_delay(program, rank, delay_s), scenario.cluster).T + late_s
                 slack_s[rows, rank] = (delay_s - (ends_s - finish_s[rows])).min(axis=1) - 1e-9 * delay_s
         return np.maximum(0.0, slack_s)
 
@@ -306,7 +306,7 @@ class Prefills:
             slack_s[rows] = self.slack_s(chunks, finish_s[rows], cached_prefix)
         return finish_s, slack_s
 
-    def _searched(self, shares: dict[int, Array], cached_prefix: int, new_tokens: int) -> Partition:
+    def _search(self, shares: dict[int, Array], cached_prefix: int, new_tokens: int) -> Partition:
         """Chunks with the shares that a search finds at the next lower power of two. `shares` caches them."""
         near = 1 << max(int(new_tokens).bit_length() - 1, (self.num_ranks - 1).bit_length())
         if near not in shares:
@@ -361,7 +361,7 @@ def _whole(shares: Array, tokens: int, step: int) -> Array:
     return chunks_between(to_grid(np.cumsum(shares)[:-1] * tokens, step, tokens), tokens).astype(float)
 
 
-def _delayed(program: Program, rank: int, delay_s: float) -> Program:
+def _delay(program: Program, rank: int, delay_s: float) -> Program:
     """The program where one rank begins later by `delay_s`, on host and device."""
     wait = Compute(name="before", device_s=np.array([delay_s]), host_s=delay_s)
     prologue = [((wait, *ops) if index == rank else ops) for index, ops in enumerate(program.prologue)]

@@ -349,7 +349,7 @@ def read_trace(path: str, argument: str = "requests", names: Mapping[str, str] |
 
 def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, str]) -> Workload:
     rows, count = array("d"), 0  # line number, arrival in seconds, tokens of context, output and cached prefix
-    lines = _bounded(file, source)
+    lines = _limit_lines(file, source)
     first = next(lines, "")
     reader = _json_records if first.lstrip().startswith("{") else _csv_records
     header, records = reader(itertools.chain((first,), lines), source)
@@ -374,7 +374,7 @@ def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, str]) 
     return _workload(name, "mooncake" if is_mooncake else "csv", np.array(rows).reshape(-1, 5), source)
 
 
-def _bounded(file: TextIO, source: str) -> Iterator[str]:
+def _limit_lines(file: TextIO, source: str) -> Iterator[str]:
     """The lines of a file, each of at most MAX_LINE characters."""
     for number in itertools.count(1):
         line = file.readline(MAX_LINE + 1)

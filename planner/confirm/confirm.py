@@ -246,7 +246,9 @@ def _measured_program(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) 
 
     def timed(ops: Sequence[Sequence[Op]], layer: int | None = None) -> tuple[tuple[Op, ...], ...]:
         """Return the operations of each rank with their measured times."""
-        return tuple(tuple(_timed(op, [parts[rank] for parts in repeats], layer) for op in ops[rank]) for rank in ranks)
+        return tuple(
+            tuple(_with_times(op, [parts[rank] for parts in repeats], layer) for op in ops[rank]) for rank in ranks
+        )
 
     return replace(
         program,
@@ -257,7 +259,7 @@ def _measured_program(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) 
     )
 
 
-def _timed(op: Op, repeats: Sequence[Parts], layer: int | None) -> Op:
+def _with_times(op: Op, repeats: Sequence[Parts], layer: int | None) -> Op:
     """Return the operation with its measured time, which includes the times of the host and of the mask."""
     if not isinstance(op, Compute):
         return op

@@ -92,13 +92,13 @@ class HardwareSearch:
         """Search to the finest stride or the time limit; then measure the plan's partition against the best one."""
         for stride in _strides(sum(self.seed) / len(self.seed)):
             candidates = _around(task.scenario, self.center, stride)
-            if not self._measured(task, measure, candidates, _SEARCH_SHARE * task.budget_s):
+            if not self._measure(task, measure, candidates, _SEARCH_SHARE * task.budget_s):
                 self.ended = f"the time is up, at a stride of {stride} tokens"
                 break
             self.center = min(candidates, key=self.median_s)
-        self._measured(task, measure, list(dict.fromkeys([self.seed, self.center])), float("inf"))
+        self._measure(task, measure, list(dict.fromkeys([self.seed, self.center])), float("inf"))
 
-    def _measured(self, task: SearchTask, measure: Measure, candidates: Sequence[Chunks], limit_s: float) -> bool:
+    def _measure(self, task: SearchTask, measure: Measure, candidates: Sequence[Chunks], limit_s: float) -> bool:
         """Measure all candidates `repeats` times in turn, so that drift affects all alike; False if the time is up."""
         self.stages.append({chunks: [] for chunks in candidates})
         for repetition in range(task.hardware.repeats):
@@ -187,7 +187,7 @@ class SearchedPartition:
         """Share of the TTFT of the plan's partition that the best partition saves."""
         return 1 - self.search.median_s(self.search.best) / self.search.median_s(self.search.seed)
 
-    def _measured(self, chunks: Chunks) -> dict[str, Any]:
+    def _measure(self, chunks: Chunks) -> dict[str, Any]:
         samples_s = self.search.stages[-1][chunks]
         return {"partition": list(chunks), "measured_ttft_s": median(samples_s), "samples_s": samples_s}
 
@@ -195,8 +195,8 @@ class SearchedPartition:
         """Return plain JSON values."""
         return {
             **self.question.measured_header(predicted=True),
-            **self._measured(self.search.best),
-            "plan": self._measured(self.search.seed),
+            **self._measure(self.search.best),
+            "plan": self._measure(self.search.seed),
             **fields_to_json(self, "gain", "partitions", "prefills", "output"),
             **fields_to_json(self.search, "ended", "seconds", "conditions"),
         }

@@ -109,7 +109,7 @@ class _Build:
     def points(self, strategies: Sequence[Strategy]) -> tuple[int, ...]:
         """Grid points of new tokens up to the longest context, so dense that TTFT is nearly linear between them."""
         work = [(one, self.scenario, self.start, batch) for one in strategies for batch in {1, self.batches[-1]}]
-        results = self._results(_refined, work, self._refinements(1) / 2, then=self._rows(len(strategies)))
+        results = self._results(_refine, work, self._refinements(1) / 2, then=self._rows(len(strategies)))
         return tuple(sorted({point for points in results for point in points}))
 
     def times(self, strategies: Sequence[Strategy], points: Sequence[int]) -> tuple[StrategyTimes, ...]:
@@ -135,7 +135,7 @@ class _Build:
         ttft_s, batches = np.array([row.ttft_s for row in rows]).reshape(shape), self.batches[: shape[0]]
         edges = [rows[: shape[1]], rows[-shape[1] :]]  # the rows of the smallest and of the largest batch
         corners = [[(row if row[0].ends else edges[0])[column].ends for column in (0, -1)] for row in edges]
-        sampled = np.log([points[index] for index in _sampled(len(points))])
+        sampled = np.log([points[index] for index in _sample(len(points))])
         ends = RegularGridInterpolator(((0, 1), (0, 1), sampled), np.log(corners))
         across = np.log(batches) / (np.log(batches[-1]) or 1.0)
         along = np.array(self.prefixes) / self.prefixes[-1]
@@ -143,10 +143,10 @@ class _Build:
         low, high = np.moveaxis(np.exp(ends(places)), -1, 0)
         return StrategyTimes(
             strategy=strategy.name,
-            most_new_tokens=_nested([row.most_new_tokens for row in rows], shape[:2]),
-            ttft_s=_nested(_rounded(ttft_s), shape),
-            ttft_low_s=_nested(_rounded(ttft_s * low), shape),
-            ttft_high_s=_nested(_rounded(ttft_s * high), shape),
+            most_new_tokens=_nest([row.most_new_tokens for row in rows], shape[:2]),
+            ttft_s=_nest(_round(ttft_s), shape),
+            ttft_low_s=_nest(_round(ttft_s * low), shape),
+            ttft_high_s=_nest(_round(ttft_s * high), shape),
         )
 
     def _refinements(self, strategies: int) -> float:
@@ -173,16 +173,16 @@ class _Build:
         return results
 
 
-def _rounded(seconds: Array) -> list[float]:
+def _round(seconds: Array) -> list[float]:
     return [float(f"{value:.6g}") for value in seconds.ravel()]
 
 
-def _nested(values: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
+def _nest(values: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
     """The values as nested tuples of the given shape."""
     if len(shape) == 1:
         return tuple(values)
     each = len(values) // shape[0]
-    return tuple(_nested(values[each * index :][:each], shape[1:]) for index in range(shape[0]))
+    return tuple(_nest(values[each * index :][:each], shape[1:]) for index in range(shape[0]))
 
 
 # -- functions that run in a worker process
@@ -203,7 +203,7 @@ def _at(scenario: Scenario, new_tokens: int, cached_prefix: int, batch: int) -> 
     return replace(scenario, request=request)
 
 
-def _sampled(count: int) -> list[int]:
+def _sample(count: int) -> list[int]:
     """Indices of the grid points whose chunks are searched and whose intervals are simulated."""
     return sorted({*range(0, count, _EVERY), count - 1})
 
@@ -214,7 +214,7 @@ def _near_the_best(scenario: Scenario, contending: Sequence[Strategy]) -> list[s
     return [one.strategy.name for one in feasible if one.ttft_s <= _CONTENDS * min(other.ttft_s for other in feasible)]
 
 
-def _refined(strategy: Strategy, scenario: Scenario, start: Sequence[int], batch: int) -> tuple[int, ...]:
+def _refine(strategy: Strategy, scenario: Scenario, start: Sequence[int], batch: int) -> tuple[int, ...]:
     """Grid points, refined: intervals are halved while linear interpolation is inaccurate in their middle.
 
     Searched chunks avoid the jumps of kernel times, so their TTFT needs no additional points.
@@ -244,7 +244,7 @@ def _row(
 ) -> _Row:
     places = [_at(scenario, point, cached_prefix, batch) for point in points]
     candidates = _candidates(strategy, places, points)
-    sampled = _sampled(len(points)) if with_intervals else []
+    sampled = _sample(len(points)) if with_intervals else []
     return _Row(
         ttft_s=tuple(one.ttft_s for one in candidates),
         most_new_tokens=_most_that_fit(scenario, candidates, cached_prefix, batch),
@@ -260,7 +260,7 @@ def _candidates(strategy: Strategy, places: Sequence[Scenario], points: Sequence
     if strategy.partition_rule not in _SEARCHED:
         return [quick_candidate(place, strategy) for place in places]
     candidates = [quick_candidate(places[0], strategy)]
-    for first, last in pairwise(_sampled(len(points))):
+    for first, last in pairwise(_sample(len(points))):
         low, high = candidates[first], quick_candidate(places[last], strategy)
         weights = np.interp(np.log(points[first + 1 : last]), np.log([points[first], points[last]]), [0, 1])
         candidates += [_between(low, high, *pair) for pair in zip(places[first + 1 : last], weights, strict=True)]

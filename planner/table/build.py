@@ -95,7 +95,7 @@ def entry_of(
 ) -> TableEntry:
     """The entry with its draft's partition, or with a partition interpolated from its neighbours if that is better."""
     if around is not None and draft.num_gpus > 1:
-        interpolated = _interpolated(scenario, strategy, around, steps)
+        interpolated = _interpolate(scenario, strategy, around, steps)
         draft = _nearest_to_balanced(scenario, strategy, draft, [draft.partition, interpolated])
     partition = Partition(chunk_lens=draft.partition)
     interval = interval_of(sensitivities(scenario, strategy, partition), draft.ttft_s)
@@ -143,7 +143,7 @@ def levels_of(
     return tuple(levels.tolist()), tuple(costs.tolist())
 
 
-def _interpolated(
+def _interpolate(
     scenario: Scenario, strategy: Strategy, around: tuple[Draft, Draft], steps: QuantizationSteps
 ) -> tuple[int, ...]:
     """The partition that a lookup interpolates from two neighbouring lengths."""

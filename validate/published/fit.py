@@ -64,7 +64,7 @@ Partitions = dict[Row, Partition]
 
 def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationProfile:
     """The profile with these constants, which are given as logarithms."""
-    measured = _measured()
+    measured = _base_profile()
     gemm = measured.kernels.gemm
     constants = map(float, np.exp(log_constants))
     hbm, layer_s, kernel_s, piece_s, resume_s, falcon_bytes = (
@@ -99,7 +99,7 @@ def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationPr
 
 
 @cache
-def _measured() -> CalibrationProfile:
+def _base_profile() -> CalibrationProfile:
     """The profile with the constants that were measured elsewhere."""
     profile = load_profile(_MEASURED)
     return replace(profile, kernels=replace(profile.kernels, gemm=replace(profile.kernels.gemm, measured=())))

@@ -491,7 +491,7 @@ def show_engine(engine: Engine) -> None:
     for term, meaning in TERM_MEANINGS.items():
         for label, value in _values(engine, term):
             if value:
-                table.add_row(label, _shown(term, value), _range(term, value, engine.spread.get(term)), meaning)
+                table.add_row(label, _value_text(term, value), _range(term, value, engine.spread.get(term)), meaning)
     for unknown, meaning in _UNKNOWN.items():
         sides = engine.sides((unknown,))
         if sides is not None and (unknown == "setting" or (engine.fit and unknown in engine.fit.widths)):
@@ -509,7 +509,7 @@ def _values(engine: Engine, term: str) -> list[tuple[str, float]]:
     return [(term, float(getattr(engine.host, term) or 0.0))]
 
 
-def _shown(term: str, value: float) -> str:
+def _value_text(term: str, value: float) -> str:
     return format_seconds(value) if term.endswith("_s") else f"{value:.3g}"
 
 
@@ -519,7 +519,7 @@ def _range(term: str, value: float, spread: float | None) -> str:
     if spread is None or not value:
         return ""
     factor = math.exp(DEVIATES_OF_80_PERCENT * spread)
-    return f"{_shown(term, value / factor)} to {_shown(term, value * factor)}"
+    return f"{_value_text(term, value / factor)} to {_value_text(term, value * factor)}"
 
 
 def _engine_errors(engine: Engine) -> str:

@@ -154,7 +154,7 @@ def confirmation_screen(result: Confirmation) -> list[Part]:
     from planner.confirm.views import candidates_table
 
     answer = facts(
-        ("measured:", headline(_measured(result))),
+        ("measured:", headline(_ttft_line(result))),
         ("regret:", _regret(result)),
         ("order:", _order(result)),
         ("error:", f"{result.median_error:.1%}: |predicted / measured - 1|, median of the candidates"),
@@ -169,7 +169,7 @@ def confirmation_screen(result: Confirmation) -> list[Part]:
     return [answer, "", *header(result.question, result.cluster), "", candidates_table(result), "", table]
 
 
-def _measured(result: Confirmation) -> str:
+def _ttft_line(result: Confirmation) -> str:
     """The plan's choice: its measured and predicted TTFT, and whether all targets are met."""
     choice, gpus = result.choice, f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
     measured = f"{format_seconds(choice.median_s)} measured (IQR {format_seconds(choice.timing.iqr_s)})"

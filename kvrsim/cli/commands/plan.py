@@ -119,7 +119,7 @@ def plan_screen(plan: Plan, emit: str | None = None, *, explain: bool = False) -
     first, *others = sentences(plan, emit)
     head += [lines.headline(first), *others, "", *lines.header(plan.question, plan.cluster), ""]
     if explain:
-        return [*head, strategies_table(plan), "", _explained(plan)]
+        return [*head, strategies_table(plan), "", _explanation(plan)]
     notes = lines.note_rows(without(plan.warnings, *_DETAILS))
     below = lines.facts(lines.users_row(plan.users, plan.first.mean_ttft_s), *_noise_rows(plan), *notes)
     tail: list[lines.Part] = [*_left_out(plan), *([below] if below.rows else [])]
@@ -141,10 +141,10 @@ def _left_out(plan: Plan) -> Iterator[str]:
         verb = "does" if len(misfits) == 1 else "do"
         yield f"{len(misfits)} {verb} not fit (the fastest, {fastest.strategy}, would need {needs})."
     if unsearched := plan.search.unsearched:
-        yield f"The search budget ended before {_listed(unsearched)}; a longer --search-budget searches them."
+        yield f"The search budget ended before {_join(unsearched)}; a longer --search-budget searches them."
 
 
-def _explained(plan: Plan) -> lines.Facts:
+def _explanation(plan: Plan) -> lines.Facts:
     """All further facts of the plan, for --explain."""
     search, limit, best = plan.search, plan.memory_limit, plan.first
     ties = f"{', '.join(plan.ties)} ({TIED}: the difference is within its prediction interval)"
@@ -161,13 +161,13 @@ def _explained(plan: Plan) -> lines.Facts:
         ("search:", effort),
         (
             "",
-            f"partitions of these are rough, because they cannot be the best or the budget ended: {_listed(rough)}"
+            f"partitions of these are rough, because they cannot be the best or the budget ended: {_join(rough)}"
             if rough
             else None,
         ),
         (
             "others:",
-            f"not compared, because they cannot fit or take long: {_listed(plan.not_compared)}"
+            f"not compared, because they cannot fit or take long: {_join(plan.not_compared)}"
             if plan.not_compared
             else None,
         ),
@@ -213,7 +213,7 @@ def _kvr(plan: Plan) -> Iterator[lines.Row]:
     yield "", f"{no_comm}; TTFT*({plan.num_gpus}) by the paper's formula {format_seconds(bounds.ttft_star_s)}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join(names: Sequence[str]) -> str:
     """List names; hybrids are counted: "kvr-direct, pp and 8 hybrids such as tp2+kvr-s"."""
     plain = [name for name in names if "+" not in name]
     hybrids = [name for name in names if "+" in name]

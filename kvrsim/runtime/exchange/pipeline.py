@@ -29,10 +29,10 @@ class StageForward(ModelForward):
         self.layers = layers
         self.is_first, self.is_final = layers.start == 0, layers.stop == whole.geometry.num_hidden_layers
         model = light_copy(whole.model)
-        self._cut(model, whole.geometry)
+        self._keep_stage(model, whole.geometry)
         super().__init__(model, replace(whole.geometry, layouts=whole.geometry.layouts[layers.start : layers.stop]))
 
-    def _cut(self, model: Any, geometry: Geometry) -> None:
+    def _keep_stage(self, model: Any, geometry: Geometry) -> None:
         """Leave only the stage's layers in a copy of the model and in its configuration."""
         base, config, first, stop = model.base_model, model.config, self.layers.start, self.layers.stop
         own = getattr(base, geometry.family.layers)[first:stop]

@@ -56,10 +56,10 @@ class ShardForward(ModelForward):
     def __init__(self, whole: ModelForward, share: Share) -> None:
         self.share, self.kv_heads = share, whole.model.config.num_key_value_heads
         model = light_copy(whole.model)
-        self._cut(model)
+        self._keep_share(model)
         super().__init__(model, whole.geometry.share(share.size))
 
-    def _cut(self, model: Any) -> None:
+    def _keep_share(self, model: Any) -> None:
         """Cut every module and bare weight in the plan down to the rank's share."""
         plan: Mapping[str, str] = model.tp_plan
         for name, module in list(model.named_modules()):

@@ -158,7 +158,7 @@ def test_bytes_of_states(config: dict[str, Any], state: int, token: int) -> None
 def test_a_state_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of the state is compared with the state in the cache of transformers' class."""
     kept = SimpleNamespace(recurrent_states=[torch.empty((1, 4, 16, 9), device="meta")])
-    monkeypatch.setattr("kvrsim.model.reader._Reader._cached", lambda *_: kept)
+    monkeypatch.setattr("kvrsim.model.reader._Reader._cache_of", lambda *_: kept)
     with pytest.raises(RefusedError, match="512 elements of the state of mixer, of 576 of the class"):
         read_class({**SCAN, "model_type": "mamba2", "num_heads": 4, "head_dim": 16, "n_groups": 2}, "small")
 
