@@ -103,6 +103,7 @@ class _Parts:
         self._has_other_tokens = layout.expert_parallel > 1 or layout.exchange != "none"
         mixers = [layer.mixer for layer in self.model.layer_kinds if layer.mixer is not None]
         self._score_heads = max((mixer.num_attention_heads for mixer in mixers), default=0)
+        self._weights = self.model.weight_bytes(self.width)
         # Most elements per token in a layer: the residual stream twice, and the tensors of the mixer or the MLP.
         self._elements = 2 * self.model.hidden_size + max(map(self._layer_elements, self.model.layer_kinds))
 
@@ -129,7 +130,7 @@ class _Parts:
         token_bytes = max(self._elements * self.width, self._merging() if merges else 0)
         is_last = rank == len(partition.chunk_lens) - 1
         return RankMemory(
-            weights=model.weight_bytes(self.width),
+            weights=self._weights,
             kv_cache=round(sum(caches[kind] for kind in program.layer_kind_index)),
             gathered=round(max(gathered)),
             activations=max(self.batch * chunk * token_bytes, self._experts(chunk, request.new_tokens)),

@@ -516,7 +516,10 @@ def least_bytes(scenario: Scenario, strategy: Strategy) -> int:
     # Strategies near KVR's chain hold its weights and cache, and the chain has fewer messages.
     like = chain_like(strategy) if strategy.near_chain else strategy
     even = Partition.even(tokens, max(1, number))
-    memory = (memory_of if strategy.partition_rule == "search" else _memory_of)(per_rank, like, even)
+    if strategy.partition_rule == "search":
+        memory = per_rank.derived(("least memory", like), lambda: memory_of(per_rank, like, even))
+    else:
+        memory = _memory_of(per_rank, like, even)
     if strategy.partition_rule == "searched-pieces":
         return sum(rank.weights + rank.kv_cache + rank.runtime for rank in memory) // len(memory)
     if strategy.partition_rule == "search":
