@@ -41,7 +41,7 @@ class PageCommand:
 
 def commands(page: Path) -> list[PageCommand]:
     """The `kvrsim` commands of a page's blocks, in order."""
-    found = []
+    result = []
     for block in BLOCK.finditer(page.read_text("utf-8")):
         if block["language"] not in ("", "sh", "console"):
             continue
@@ -58,21 +58,21 @@ def commands(page: Path) -> list[PageCommand]:
                         *rest, _, into = arguments
                         arguments = tuple(rest)
                     runs = block["reason"] is None and words[0] == "kvrsim" and "results" not in page.parts
-                    found.append(PageCommand(arguments=arguments, into=into, runs=runs, output=tuple(output)))
-    return found
+                    result.append(PageCommand(arguments=arguments, into=into, runs=runs, output=tuple(output)))
+    return result
 
 
 def first_shown() -> dict[str, list[PageCommand]]:
     """Commands by page; a command that an earlier page has is omitted, unless it has output or writes files."""
     seen: set[tuple[str, ...]] = set()
-    found: dict[str, list[PageCommand]] = {}
+    result: dict[str, list[PageCommand]] = {}
     for name, page in zip(NAMES, PAGES, strict=True):
-        found[name] = []
+        result[name] = []
         for one in commands(page):
             if one.arguments not in seen or one.output or "-o" in one.arguments:
-                found[name].append(one)
+                result[name].append(one)
             seen.add(one.arguments)
-    return found
+    return result
 
 
 def parse(arguments: tuple[str, ...]) -> None:

@@ -95,10 +95,10 @@ def invariants() -> list[tuple[str, str]]:
 
 
 def test_the_test_of_each_invariant_exists() -> None:
-    found = invariants()
-    assert len(found) >= 30
+    result = invariants()
+    assert len(result) >= 30
     missing = []
-    for number, test in found:
+    for number, test in result:
         file, _, name = test.partition("::")
         text = (ROOT / file).read_text("utf-8") if (ROOT / file).is_file() else ""
         if f"def {name or 'test_'}" not in text:

@@ -160,20 +160,20 @@ class Opened:
 
     def requests(self) -> list[str]:
         """Addresses that the page requested, without its own address and those that its content policy blocked."""
-        asked: dict[str, str] = {}
+        urls: dict[str, str] = {}
         for entry in self.driver.get_log("performance"):
             event = json.loads(entry["message"])["message"]
             about = event["params"]
             if event["method"] == "Network.requestWillBeSent":
-                asked[about["requestId"]] = about["request"]["url"].partition("#")[0]
+                urls[about["requestId"]] = about["request"]["url"].partition("#")[0]
             elif event["method"] == "Network.loadingFailed" and about.get("blockedReason") == "csp":
-                asked.pop(about["requestId"], None)
-        return [url for url in asked.values() if url != self.address and not url.startswith("data:")]
+                urls.pop(about["requestId"], None)
+        return [url for url in urls.values() if url != self.address and not url.startswith("data:")]
 
     def overflows(self) -> list[str]:
         """Texts that extend beyond the window or are cut off."""
-        found: list[str] = self.script(_OVERFLOWS)
-        return found
+        result: list[str] = self.script(_OVERFLOWS)
+        return result
 
     def _act(self, what: Callable[[Any], Any], key: str | None = None) -> None:
         """Perform an action, with a key held if one is given."""

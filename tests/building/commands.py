@@ -16,9 +16,9 @@ Capture = pytest.CaptureFixture[str]
 
 def run(capsys: Capture, *words: object, code: int = 0) -> tuple[str, str]:
     """Run a command that must end with this exit code; return its standard output and standard error."""
-    found = cli.main([str(word) for word in words])
+    result = cli.main([str(word) for word in words])
     out, err = capsys.readouterr()
-    assert found == code, err
+    assert result == code, err
     return out, err
 
 

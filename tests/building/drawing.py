@@ -46,8 +46,8 @@ class Drawn:
         return seq[self.randrange(len(seq))]
 
     def sample(self, population: Sequence[T], k: int) -> list[T]:
-        kept = list(range(len(population)))
-        return [population[kept.pop(self.randrange(len(kept)))] for _ in range(k)]
+        indices = list(range(len(population)))
+        return [population[indices.pop(self.randrange(len(indices)))] for _ in range(k)]
 
 
 Draws = Drawn | random.Random

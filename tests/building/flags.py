@@ -20,14 +20,14 @@ def read_flags(engine: str, given: Sequence[str]) -> dict[str, str | None]:
     known, args = deploy_engine(engine).options, list(given)
     if engine != "sglang":
         assert not args.pop(0).startswith("-")  # the argument that names the model
-    found: dict[str, str | None] = {}
+    result: dict[str, str | None] = {}
     while args:
         flag = args.pop(0)
         kind = known[flag]
-        assert flag not in found
-        found[flag] = None if kind == "flag" else args.pop(0)
+        assert flag not in result
+        result[flag] = None if kind == "flag" else args.pop(0)
         if isinstance(kind, str) and kind != "flag":
-            READERS[kind](found[flag])
+            READERS[kind](result[flag])
         elif kind != "flag":
-            assert found[flag] in kind
-    return found
+            assert result[flag] in kind
+    return result

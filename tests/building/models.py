@@ -77,13 +77,13 @@ def weights_of(model: ModelSpec) -> int:
 
 def products_of(model: ModelSpec) -> list[Product]:
     """The distinct matrix products of the model, both single and merged as a serving engine merges them."""
-    found: dict[Product, None] = {}
+    result: dict[Product, None] = {}
     for layer in model.layer_kinds:
         mixer = () if layer.mixer is None else (layer.mixer.projections, layer.mixer.output)
         for gemms in (*mixer, layer.mlp):
             alone = [Product(gemm.in_features, gemm.out_features) for gemm in gemms]
-            found |= dict.fromkeys((*alone, *merged(alone)))
-    return list(found)
+            result |= dict.fromkeys((*alone, *merged(alone)))
+    return list(result)
 
 
 def any_mixed_model(rng: Draws, *, layers: tuple[int, int] = (1, 4)) -> ModelSpec:

@@ -86,8 +86,8 @@ def test_every_function_checks(call: Callable[..., Any], parameter: str, wrong: 
 def test_texts_and_numbers_may_be_mixed_in_lists() -> None:
     table = kvrsim.build_table(ctx=["512", 1024, np.int64(256)], gpus=np.array([2]), profile="roofline")
     assert [entry.context_len for entry in table.entries] == [256, 512, 1024]
-    found = kvrsim.map_strategies(ctx=["512", np.int64(1024)], gpus=(2,), profile="roofline", strategies="tsp")
-    assert {point.context_len for point in found.points} == {512, 1024}
+    places = kvrsim.map_strategies(ctx=["512", np.int64(1024)], gpus=(2,), profile="roofline", strategies="tsp")
+    assert {point.context_len for point in places.points} == {512, 1024}
 
 
 def test_lists_without_end_are_refused() -> None:

@@ -13,8 +13,8 @@ from kvrsim.model.load import builtin_models, load_model
 from kvrsim.notes import with_code
 
 
-def scenario(model: str, cluster: str | None = None, **asked: Any) -> tuple[kvrsim.Scenario, tuple[str, ...]]:
-    return kvrsim.make_scenario(ctx="2k", model=model, cluster=cluster, **asked)
+def scenario(model: str, cluster: str | None = None, **options: Any) -> tuple[kvrsim.Scenario, tuple[str, ...]]:
+    return kvrsim.make_scenario(ctx="2k", model=model, cluster=cluster, **options)
 
 
 @pytest.mark.parametrize("model", builtin_models())
@@ -25,8 +25,8 @@ def test_only_the_papers_models_on_its_gpu_have_its_kernels(model: str, cluster:
     assert one.profile_name == ("a100-eager" if paper else "a100-flash")
     assert one.engine_name == ("none" if paper else "serving")
     assert bool(with_code(notes, "paper")) == paper
-    (said,) = with_code(notes, "paper", "default profile")
-    assert paper or "--profile a100-eager" in said
+    (text,) = with_code(notes, "paper", "default profile")
+    assert paper or "--profile a100-eager" in text
     assert bool(with_code(notes, "default cluster")) == (cluster is None and not paper)
 
 
@@ -113,13 +113,13 @@ def test_what_is_no_size_is_refused(size: str) -> None:
 
 
 def test_model_and_cluster_may_be_arguments(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["--ctx", "1k", "--json"]
+    options = ["--ctx", "1k", "--json"]
     answers = []
     for names in (["llama-3.1-8b", "2xh100"], ["--model", "llama-3.1-8b", "--cluster", "2xh100"]):
-        assert cli.main(["simulate", *names, "--strategy", "tp", *asked]) == 0
+        assert cli.main(["simulate", *names, "--strategy", "tp", *options]) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1]
-    assert cli.main(["plan", "llama-3.1-8b", "--model", "llama-7b", *asked]) == 2
+    assert cli.main(["plan", "llama-3.1-8b", "--model", "llama-7b", *options]) == 2
     assert "--model: got 'llama-3.1-8b'" in capsys.readouterr().err
 
 

@@ -56,8 +56,8 @@ def nothing(kind: type[Op]) -> Op:
     ],
 )
 def test_a_rank_that_waits_for_ever_is_found(layer: Sequence[Sequence[Op]], stuck: int | None) -> None:
-    found = waits_for_ever(layer)
-    assert (None if found is None else found[0]) == stuck
+    result = waits_for_ever(layer)
+    assert (None if result is None else result[0]) == stuck
 
 
 @examples(40)

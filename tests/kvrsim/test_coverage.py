@@ -61,9 +61,9 @@ def profile_with(name: str = "h100-flash", **factors: float) -> CalibrationProfi
     return replace(profile, kernels=replace(profile.kernels, clock=None, gemm_types=types))
 
 
-def made(profile: CalibrationProfile, **asked: Any) -> tuple[Scenario, list[str]]:
+def made(profile: CalibrationProfile, **options: Any) -> tuple[Scenario, list[str]]:
     scenario, notes = kvrsim.make_scenario(
-        ctx="2k", gpus=1, cluster="h100-nvlink", profile=profile, engine="none", **asked
+        ctx="2k", gpus=1, cluster="h100-nvlink", profile=profile, engine="none", **options
     )
     return scenario, [note for note in notes if "quantised" in note or "no rates" in note]
 
@@ -185,9 +185,9 @@ def test_fp8_is_a_dtype_where_the_profile_has_it() -> None:
 
 def test_the_roofline_knows_fp8(tmp_path: Path) -> None:
     """On an H100, FP8 has twice the peak; attention has the peak of half precision."""
-    asked: dict[str, Any] = {"ctx": "2k", "gpus": 1, "cluster": "h100-nvlink", "profile": "roofline"}
+    options: dict[str, Any] = {"ctx": "2k", "gpus": 1, "cluster": "h100-nvlink", "profile": "roofline"}
     plain, fp8, file = (
-        kvrsim.make_scenario(**asked, **more)[0]
+        kvrsim.make_scenario(**options, **more)[0]
         for more in (
             {"model": "llama-3-8b"},
             {"dtype": "fp8", "model": "llama-3-8b"},

@@ -41,7 +41,7 @@ def test_log_interp_goes_through_its_points_and_stays_between_them(grid: list[fl
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=50), st.floats(0.1, 100))
 def test_a_percentile_is_the_least_value_that_as_many_do_not_exceed(values: list[int], percent: float) -> None:
-    found = percentile_of(values, percent)
-    assert sum(value <= found for value in values) >= percent / 100 * len(values) - 1e-6
-    assert all(sum(value <= less for value in values) < percent / 100 * len(values) for less in values if less < found)
+    result = percentile_of(values, percent)
+    assert sum(value <= result for value in values) >= percent / 100 * len(values) - 1e-6
+    assert all(sum(value <= less for value in values) < percent / 100 * len(values) for less in values if less < result)
     assert percentile_of([*values, math.inf], 100) == math.inf

@@ -43,8 +43,8 @@ def test_the_total_is_what_is_held_and_the_largest_moment(rng: Draws) -> None:
         assert len(parts) == ranks
         for part in parts:
             assert min(asdict(part).values()) >= 0
-            held = part.weights + part.kv_cache + part.gathered + part.runtime
-            assert part.total == held + max(part.scores, part.activations, part.logits)
+            total = part.weights + part.kv_cache + part.gathered + part.runtime
+            assert part.total == total + max(part.scores, part.activations, part.logits)
             assert part.to_dict() == asdict(part) | {"total": part.total}
             assert part.weights == scenario.model.weight_bytes(scenario.request.dtype_bytes)
             assert (part.scores > 0) == (scenario.kernel == "eager")
@@ -74,9 +74,9 @@ def test_a_verdict_depends_on_the_share_and_says_so() -> None:
     )
     assert (default.feasible, larger.feasible) == (False, True)
     assert default.first.memory == larger.best.memory
-    told = default.to_dict()
-    assert (told["gpu_memory_bytes"], told["memory_fraction"]) == (81559 * 2**20, 0.9)
-    assert told["memory_limit_bytes"] == int(0.9 * 81559 * 2**20)
+    content = default.to_dict()
+    assert (content["gpu_memory_bytes"], content["memory_fraction"]) == (81559 * 2**20, 0.9)
+    assert content["memory_limit_bytes"] == int(0.9 * 81559 * 2**20)
     simulated = kvrsim.simulate(**about, strategy="single", memory_fraction=0.96)
     assert simulated.fits
     assert simulated.to_dict()["memory_fraction"] == 0.96

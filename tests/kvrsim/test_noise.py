@@ -63,11 +63,11 @@ def test_a_mistake_costs_one_line(spec: str) -> None:
 def test_any_text_is_read_or_refused(spec: str) -> None:
     try:
         noise = parse_noise(spec)
-        said = noise.describe()
+        text = noise.describe()
         assert json.loads(json.dumps(noise.to_dict())) == noise.to_dict()
     except InputError as error:
-        said = str(error)
-    assert "\n" not in said
+        text = str(error)
+    assert "\n" not in text
 
 
 def test_what_ships_is_accepted_and_named() -> None:
@@ -106,13 +106,13 @@ def test_an_even_cluster_stays_what_it_is() -> None:
 
 @given(ttft_s=st.lists(st.floats(0.1, 10), min_size=1, max_size=200))
 def test_a_distribution_is_in_order(ttft_s: list[float]) -> None:
-    found = Distribution.of(ttft_s, quiet_s=0.1, seed=3)
-    assert found.p50.value_s <= found.p95.value_s <= found.p99.value_s <= found.worst_s == max(ttft_s)
+    result = Distribution.of(ttft_s, quiet_s=0.1, seed=3)
+    assert result.p50.value_s <= result.p95.value_s <= result.p99.value_s <= result.worst_s == max(ttft_s)
     for name in ("mean", "p50", "p95", "p99"):
-        estimate = getattr(found, name)
+        estimate = getattr(result, name)
         assert estimate.low_s is None or estimate.low_s <= estimate.value_s * (1 + 1e-12)
         assert estimate.high_s is None or estimate.value_s <= estimate.high_s * (1 + 1e-12)
-    assert all(value is None or math.isfinite(value) for key, value in found.to_dict().items() if key.endswith("_s"))
+    assert all(value is None or math.isfinite(value) for key, value in result.to_dict().items() if key.endswith("_s"))
 
 
 def test_limits_hold_what_they_promise() -> None:
@@ -121,5 +121,5 @@ def test_limits_hold_what_they_promise() -> None:
 
     rng = np.random.default_rng(0)
     sets = [Distribution.of(rng.random(100).tolist(), quiet_s=1.0, seed=0).p95 for _ in range(400)]
-    held = [(one.low_s or 0.0) <= 0.95 <= (1.0 if one.high_s is None else one.high_s) for one in sets]
-    assert 0.92 <= sum(held) / len(held) <= 0.995
+    inside = [(one.low_s or 0.0) <= 0.95 <= (1.0 if one.high_s is None else one.high_s) for one in sets]
+    assert 0.92 <= sum(inside) / len(inside) <= 0.995

@@ -64,9 +64,9 @@ def test_a_dollar_in_a_name_is_no_formula(
     config |= {"num_key_value_heads": 4, "intermediate_size": 128, "vocab_size": 100}
     config |= {"max_position_embeddings": 4096, "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(config))
-    asked = ["--model", str(folder), "--gpus", "2"]
-    assert cli.main(["map", "--ctx", "1k:2k:1k", *asked, "--plot", "m.png"]) == 0
-    assert cli.main(["plan", "--ctx", "1k", *asked, "--plot", "p.svg"]) == 0
+    options = ["--model", str(folder), "--gpus", "2"]
+    assert cli.main(["map", "--ctx", "1k:2k:1k", *options, "--plot", "m.png"]) == 0
+    assert cli.main(["plan", "--ctx", "1k", *options, "--plot", "p.svg"]) == 0
     assert "error" not in capsys.readouterr().err
 
 

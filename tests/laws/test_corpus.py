@@ -38,10 +38,10 @@ def test_examples_of_campaigns(name: str, network: str, seed: int) -> None:
 
 def campaign(seed: int, minutes: float) -> int:
     """Run random examples for some minutes; return the number of failures."""
-    rng, until_s, tried, failing = random.Random(seed), time.monotonic() + 60.0 * minutes, 0, []
+    rng, until_s, count, failing = random.Random(seed), time.monotonic() + 60.0 * minutes, 0, []
     while time.monotonic() < until_s:
         one = rng.choice(NAMES), rng.choice(sorted(NETWORKS)), rng.randrange(2**32)
-        tried += 1
+        count += 1
         try:
             replay(*one)
         except Exception as error:  # every error is a finding
@@ -49,7 +49,7 @@ def campaign(seed: int, minutes: float) -> int:
             failing.append(one)
     corpus = json.loads(CORPUS.read_text("utf-8"))
     corpus["campaigns"].append(
-        {"seed": seed, "date": time.strftime("%Y-%m-%d"), "tried": tried, "failed": len(failing)}
+        {"seed": seed, "date": time.strftime("%Y-%m-%d"), "tried": count, "failed": len(failing)}
     )
     corpus["examples"] += failing
     CORPUS.write_text(json.dumps(corpus, indent=1) + "\n", "utf-8")

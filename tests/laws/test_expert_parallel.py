@@ -119,10 +119,10 @@ def test_groups_send_nothing_more() -> None:
 
 def test_kvr_s_is_searched_without_a_bound() -> None:
     scenario, notes = make_scenario(**QWEN | {"ctx": "2k"}, expert_parallel=True)
-    found = search(scenario, get_strategy("kvr-s"))
-    assert found.lower_bound_s is None
+    result = search(scenario, get_strategy("kvr-s"))
+    assert result.lower_bound_s is None
     even = search(scenario, get_strategy("kvr-s"), method="analytical").ttft_s
-    assert found.ttft_s <= even
+    assert result.ttft_s <= even
     plan = make_plan(scenario, strategies=["kvr-s", "kvr-e"])
     assert (plan.bounds.lower_bound_s, plan.bounds.gap, plan.bounds.best) == (None, None, None)
     assert any("32 of each layer's experts on each of 4 GPUs; the busiest has 1.35 times" in note for note in notes)

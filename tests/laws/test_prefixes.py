@@ -99,8 +99,8 @@ def test_limits(rng: Draws) -> None:
         fast = replace(plain, prefix_placement=PrefixPlacement(place=place, bytes_per_s=1e18), cluster=cluster)
         all_there = ttft_s(replace(plain, cluster=cluster), strategy, cut)
         latency_s = 1e-4 + 1e-9 * all_there
-        found = ttft_s(replace(fast, prefix_access="whole"), strategy, cut)
-        assert all_there * (1 - 1e-9) <= found <= all_there + latency_s
+        result = ttft_s(replace(fast, prefix_access="whole"), strategy, cut)
+        assert all_there * (1 - 1e-9) <= result <= all_there + latency_s
 
 
 @given(rng=draws())
@@ -129,18 +129,18 @@ def test_a_sharded_prefix_needs_less_memory(name: str) -> None:
     """Each rank keeps its share of the prefix; gathered parts are freed after each layer."""
     about = {"model": "llama-3-8b", "cluster": "h100-nvlink", "ctx": "132k", "cached_prefix": "128k"}
     strategy, cut = STRATEGIES[name], Partition.even(4096, 8)
-    kept = {}
+    peaks = {}
     for place in ("all", "sharded"):
         scenario = per_rank_scenario(make_scenario(**about, prefix_placement=place)[0], strategy)
         for access in supported_prefix_access(strategy, scenario.prefix_placement, 8):
             rank = memory_of(replace(scenario, prefix_access=access), strategy, cut)[0]
-            kept[place, access] = rank.kv_cache
+            peaks[place, access] = rank.kv_cache
             assert (
                 rank.total
                 < memory_of(per_rank_scenario(make_scenario(**about)[0], strategy), strategy, cut)[0].total + 1
             )
-    whole = kept["all", "whole"]
-    assert all(0.12 * whole < kept[key] < 0.17 * whole for key in kept if key[0] != "all"), kept
+    whole = peaks["all", "whole"]
+    assert all(0.12 * whole < peaks[key] < 0.17 * whole for key in peaks if key[0] != "all"), peaks
 
 
 @pytest.mark.parametrize("text", ["", "disk", "layers", "sharded:10GB/s", "host:", "host:10", "remote:-1GB/s", "all:"])

@@ -129,14 +129,14 @@ def rates_of(rng: Draws, gpu: GpuSpec, kernel: str) -> AttentionRates:
     """Random rates of a kernel within the datasheet."""
     eager: EagerRates = any_eager(rng, gpu)
     sizes = any_sizes(rng, eager.flops_per_s / gpu.peak_flops["fp16"])
-    found: dict[str, AttentionRates] = {
+    result: dict[str, AttentionRates] = {
         "eager": eager,
         "measured eager": replace(eager, measured=sizes),
         "sdpa": replace(any_blocked(rng, gpu), skips_masked=False),
         "merged": replace(any_blocked(rng, gpu), skips_masked=True),
         "flash": any_flash(rng, gpu),
     }
-    return found[kernel]
+    return result[kernel]
 
 
 def attention(
@@ -186,8 +186,8 @@ def test_keys_and_values_count_alike(kernel: str, rng: Draws, v_head_dim: int) -
     tokens = sizes(rng)
     plain = call(tokens, tokens[::-1])
     for time in (rates.seconds, rates.least_seconds):
-        told = time(replace(plain, v_head_dim=plain.head_dim), batch, element_bytes)
-        assert (told == time(plain, batch, element_bytes)).all()
+        content = time(replace(plain, v_head_dim=plain.head_dim), batch, element_bytes)
+        assert (content == time(plain, batch, element_bytes)).all()
         wide = replace(plain, head_dim=2 * plain.head_dim, v_head_dim=2 * v_head_dim)
         mean = replace(plain, head_dim=plain.head_dim + v_head_dim)
         assert time(wide, batch, element_bytes) == pytest.approx(time(mean, batch, element_bytes), rel=SLACK)

@@ -58,9 +58,9 @@ def test_what_was_computed_is_neither_computed_again_nor_pickled(monkeypatch: py
 @pytest.mark.parametrize("name", ["single", "tsp", "kvr-s", "zigzag", "tp", "pp", "tp4+pp1"])
 def test_a_plan_and_a_simulation_are_about_the_same_candidate(name: str) -> None:
     one = Search().candidate(scenario_of(), get_strategy(name))
-    asked = {"ctx": "4k", "gpus": 4, "model": "llama-3-8b"}
-    (planned,) = kvrsim.plan(**asked, strategies=[name]).strategies
-    simulated = kvrsim.simulate(**asked, strategy=name)
+    question = {"ctx": "4k", "gpus": 4, "model": "llama-3-8b"}
+    (planned,) = kvrsim.plan(**question, strategies=[name]).strategies
+    simulated = kvrsim.simulate(**question, strategy=name)
     for result in (planned, simulated):
         assert (result.ttft_s, result.memory, result.fits) == (one.ttft_s, one.memory, one.fits)
         assert (result.ttft_low_s, result.ttft_high_s) == (one.interval.low_s, one.interval.high_s)

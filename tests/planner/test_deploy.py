@@ -82,10 +82,10 @@ def test_uneven_pieces_are_sglangs() -> None:
     scenario, _ = make_scenario(ctx="16k", gpus=8, **LLAMA)
     uneven, pieces = get_strategy("tp2+pp-s"), (6000, 5000, 4000, 1384)
     launch = launch_of(scenario, "sglang", uneven, pieces, model="org/model", layers=(20, 20, 20, 20))
-    found = options(launch)
-    assert (found["--tp-size"], found["--pp-size"]) == ("2", "4")
-    assert "--enable-dynamic-chunking" in found
-    assert found["--chunked-prefill-size"] == str(47 * 128)  # a multiple of every page size
+    result = options(launch)
+    assert (result["--tp-size"], result["--pp-size"]) == ("2", "4")
+    assert "--enable-dynamic-chunking" in result
+    assert result["--chunked-prefill-size"] == str(47 * 128)  # a multiple of every page size
     assert any("6000, 5000, 4000, 1384" in note for note in launch.notes)
     with pytest.raises(InputError, match=r"not tp2\+pp-s .*which sglang 0.5.23 has; here it has single"):
         launch_of(scenario, "vllm", uneven, pieces, model="org/model")
@@ -96,12 +96,12 @@ def test_types_and_experts() -> None:
     assert options(launched("sglang", "tp", **LLAMA, dtype="fp16"))["--dtype"] == "auto"
     assert "--enable-expert-parallel" in options(launched("vllm", "tp+ep", **MIXTURE))
     assert options(launched("sglang", "tp", **MIXTURE, expert_parallel=True))["--ep-size"] == "8"
-    found = options(launched("sglang", "tp4+cp2+edp2", **MIXTURE))
-    assert [found[flag] for flag in ("--tp-size", "--attn-cp-size", "--moe-dp-size")] == ["8", "2", "2"]
-    found = options(launched("sglang", "cp8+ep8", **LATENT))
-    assert [found[flag] for flag in ("--attn-cp-size", "--ep-size", "--moe-a2a-backend")] == ["8", "8", "deepep"]
-    found = options(launched("sglang", "dp8+ep8", **LATENT))
-    assert [found[flag] for flag in ("--tp-size", "--attn-dp-size", "--ep-size")] == ["8", "8", "8"]
+    result = options(launched("sglang", "tp4+cp2+edp2", **MIXTURE))
+    assert [result[flag] for flag in ("--tp-size", "--attn-cp-size", "--moe-dp-size")] == ["8", "2", "2"]
+    result = options(launched("sglang", "cp8+ep8", **LATENT))
+    assert [result[flag] for flag in ("--attn-cp-size", "--ep-size", "--moe-a2a-backend")] == ["8", "8", "deepep"]
+    result = options(launched("sglang", "dp8+ep8", **LATENT))
+    assert [result[flag] for flag in ("--tp-size", "--attn-dp-size", "--ep-size")] == ["8", "8", "8"]
     assert "enable_attention_dp: true" in launched("trtllm", "dp8+ep8", **LATENT).files["trtllm.yaml"]
 
 
@@ -155,11 +155,11 @@ def run(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> tuple
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = run(capsys, 0, "--emit", "sglang", "--json")
-    told = json.loads(out)
-    assert {"engine", "version", "args", "files", "notes"} <= set(told)
-    assert (told["engine"], told["version"]) == ("sglang", "0.5.23")
+    content = json.loads(out)
+    assert {"engine", "version", "args", "files", "notes"} <= set(content)
+    assert (content["engine"], content["version"]) == ("sglang", "0.5.23")
     out, err = run(capsys, 0, "--emit", "sglang")
-    assert out.splitlines()[0] == told["command"]
+    assert out.splitlines()[0] == content["command"]
     assert err.startswith("kvrsim: note: ")
     assert "places the cached prefix" not in err
     _, err = run(capsys, 0, "--emit", "sglang", "--cached-prefix", "2k", "--prefix-placement", "host:20GB/s")

@@ -34,16 +34,16 @@ def answers(pool: Pool | None) -> dict[str, str]:
     """JSON of four commands' answers, without the seconds of computing."""
     scenario, _ = make_scenario(ctx=1024, gpus=2)
     noise = Disturbance(noise=parse_noise("jitter:0.1"), num_samples=4, seed=1, pool=pool)
-    asked = make_request(FleetArgs(requests=REQUESTS, slo_ttft="1s", group_sizes="1,2", replications=1), scenario)
+    options = make_request(FleetArgs(requests=REQUESTS, slo_ttft="1s", group_sizes="1,2", replications=1), scenario)
     plan = make_plan(scenario, disturbance=noise, strategies=("kvr-e", "kvr-s"))
-    fleet = plan_capacity(scenario, asked, StrategyPolicy(names=("single", "tsp", "kvr-s")), pool=pool)
-    found = {
+    fleet = plan_capacity(scenario, options, StrategyPolicy(names=("single", "tsp", "kvr-s")), pool=pool)
+    result = {
         "table": make_table(scenario, (2,), (512, 1024, 768), pool=pool).to_dict(),
         "map": make_map(scenario, lengths=(512, 1024), gpu_counts=(1, 2), pool=pool).to_dict(),
         "plan": to_json(replace(plan, search=replace(plan.search, seconds=0.0))),
         "capacity": to_json(replace(fleet, seconds=0.0)),
     }
-    return {name: json.dumps(one) for name, one in found.items()}
+    return {name: json.dumps(one) for name, one in result.items()}
 
 
 @cache
@@ -82,7 +82,7 @@ def test_a_time_budget_without_a_result_is_refused(build: Callable[..., Any], mo
 
 def test_a_time_budget_leaves_out_strategies_of_fleets(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario, _ = make_scenario(ctx=1024, gpus=2)
-    asked = make_request(FleetArgs(requests=REQUESTS, slo_ttft="1s", group_sizes="1,2", replications=1), scenario)
+    options = make_request(FleetArgs(requests=REQUESTS, slo_ttft="1s", group_sizes="1,2", replications=1), scenario)
     now = time.time()
 
     def report(done: float, total: float | None, text: str) -> None:
@@ -91,7 +91,7 @@ def test_a_time_budget_leaves_out_strategies_of_fleets(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(processes.time, "time", lambda: now)
     pool = Pool(time_budget_s=10)
-    plan = plan_capacity(scenario, asked, StrategyPolicy(names=("single", "tsp")), pool=pool, on_progress=report)
+    plan = plan_capacity(scenario, options, StrategyPolicy(names=("single", "tsp")), pool=pool, on_progress=report)
     assert plan.answer is not None
     note = "time-budget 10s ended before all was simulated: on groups of 2 GPUs tsp"
     assert any(note in one for one in plan.warnings)

@@ -86,9 +86,9 @@ def test_what_disaggregated_fleets_add_is_no_engines() -> None:
     ],
 )
 def test_long_prompts_take_steps(row: dict[str, str], strategy: str, pieces: list[int] | None) -> None:
-    found = steps_of({"note": "", "gpu": "H100", "strategy": "single", "n_gpus": "1"} | row, "vllm")
-    assert found["strategy"] == strategy
-    assert (found["search"].partition if "search" in found else None) == pieces
+    result = steps_of({"note": "", "gpu": "H100", "strategy": "single", "n_gpus": "1"} | row, "vllm")
+    assert result["strategy"] == strategy
+    assert (result["search"].partition if "search" in result else None) == pieces
 
 
 def test_a_model_type_has_launches_of_its_own() -> None:

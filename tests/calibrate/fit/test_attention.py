@@ -33,9 +33,9 @@ def timed(head_dim: int, rates: FlashRates = TRUE) -> list[Measurement]:
 
 
 def test_the_constant_comes_back() -> None:
-    found = fit_flash(timed(128), H100, kernel="fa3", narrow=timed(NARROW_HEAD_DIM))
-    assert found.rates.softmax_s == pytest.approx(TRUE.softmax_s, rel=0.03)
-    assert found.seen["head_dim"] == (NARROW_HEAD_DIM, 128)
+    result = fit_flash(timed(128), H100, kernel="fa3", narrow=timed(NARROW_HEAD_DIM))
+    assert result.rates.softmax_s == pytest.approx(TRUE.softmax_s, rel=0.03)
+    assert result.seen["head_dim"] == (NARROW_HEAD_DIM, 128)
 
 
 # -- The fit of latent attention recovers the rates that made the rows, in both forms.
@@ -99,29 +99,29 @@ PAGED = replace(EAGER, measured=MeasuredSizes(sizes=(8e6, 1.2e7, 4e7), factors=(
 
 @pytest.mark.parametrize(("rates", "name"), [(SDPA, "sdpa"), (MERGED, "flash")])
 def test_kernels_by_what_they_cover_come_back(rates: BlockedRates, name: str) -> None:
-    found = fit_blocked(small.calls(rates, name), small.cpu(), name=name, skips_masked=rates.skips_masked)
-    assert found.own.errors().mape < 0.01
-    assert found.cross_validated.errors().mape < 0.02
-    assert found.rates.key_block == rates.key_block
-    assert found.rates.rectangle_flops_per_s == pytest.approx(rates.rectangle_flops_per_s, rel=0.02)
-    assert found.rates.causal_flops_per_s == pytest.approx(rates.causal_flops_per_s, rel=0.02)
-    assert found.rates.measured is None
+    result = fit_blocked(small.calls(rates, name), small.cpu(), name=name, skips_masked=rates.skips_masked)
+    assert result.own.errors().mape < 0.01
+    assert result.cross_validated.errors().mape < 0.02
+    assert result.rates.key_block == rates.key_block
+    assert result.rates.rectangle_flops_per_s == pytest.approx(rates.rectangle_flops_per_s, rel=0.02)
+    assert result.rates.causal_flops_per_s == pytest.approx(rates.causal_flops_per_s, rel=0.02)
+    assert result.rates.measured is None
 
 
 def test_factors_by_queries_come_back() -> None:
     true = replace(SDPA, measured=MeasuredSizes(sizes=(64.0, 256.0, 1024.0), factors=(1.6, 1.2, 1.0)))
-    found = fit_blocked(small.calls(true, "sdpa"), small.cpu(), name="sdpa", skips_masked=False)
-    assert found.rates.measured is not None
-    assert found.own.errors().mape < 0.04
+    result = fit_blocked(small.calls(true, "sdpa"), small.cpu(), name="sdpa", skips_masked=False)
+    assert result.rates.measured is not None
+    assert result.own.errors().mape < 0.04
 
 
 def test_eager_scores_that_leave_the_cache_come_back() -> None:
     rows = small.calls(PAGED, "eager")
-    found = fit_eager(rows, small.cpu())
-    assert found.rates.measured is not None
-    assert len(found.rates.measured.sizes) <= 20
-    assert found.own.errors().median_ape < 0.02
-    assert found.own.errors().mape < 0.05
+    result = fit_eager(rows, small.cpu())
+    assert result.rates.measured is not None
+    assert len(result.rates.measured.sizes) <= 20
+    assert result.own.errors().median_ape < 0.02
+    assert result.own.errors().mape < 0.05
     plain = fit_eager(small.calls(EAGER, "eager"), small.cpu())
     assert plain.rates.measured is None
     assert plain.own.errors().mape < 0.002

@@ -94,11 +94,11 @@ def test_a_fit_finds_the_constants() -> None:
     rows = [made_rows(HALF, TRUE), made_rows("fp8_block", fast)]
     slower = replace(rows[0], source="other", seconds=1.25 * rows[0].seconds)
     fitted = fit_experts(rows, profile, [slower])
-    for found, true in ((fitted.rates.half, TRUE), (fitted.rates.types["fp8_block"], fast)):
-        assert found.flops_per_s == pytest.approx(true.flops_per_s, rel=0.05)
-        assert found.weight_bytes_per_s == pytest.approx(true.weight_bytes_per_s, rel=0.05)
-        assert found.start_s == pytest.approx(true.start_s, rel=0.05)
-        assert found.flops_per_s <= dict(load_gpu("h100").peak_flops)["fp8"]
+    for result, true in ((fitted.rates.half, TRUE), (fitted.rates.types["fp8_block"], fast)):
+        assert result.flops_per_s == pytest.approx(true.flops_per_s, rel=0.05)
+        assert result.weight_bytes_per_s == pytest.approx(true.weight_bytes_per_s, rel=0.05)
+        assert result.start_s == pytest.approx(true.start_s, rel=0.05)
+        assert result.flops_per_s <= dict(load_gpu("h100").peak_flops)["fp8"]
     assert fitted.operation.cross_validated_mape < 0.02
     assert fitted.systematic_log_sd == pytest.approx(np.log(1.25), rel=1e-3)
     with pytest.raises(InputError, match="half among them"):

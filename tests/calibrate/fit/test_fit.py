@@ -26,5 +26,5 @@ def test_solve_keeps_to_its_bounds() -> None:
         Parameter(name="start", start=1.0, low=0.0, high=5.0),
         Parameter(name="rate", start=1.0, low=0.1, high=2.0),
     ]
-    found = solve(parameters, lambda values, some: values["start"] + sizes[some] / values["rate"], sizes / 8)
-    assert found == {"start": pytest.approx(0.0, abs=1e-4), "rate": 2.0}
+    result = solve(parameters, lambda values, some: values["start"] + sizes[some] / values["rate"], sizes / 8)
+    assert result == {"start": pytest.approx(0.0, abs=1e-4), "rate": 2.0}

@@ -34,7 +34,7 @@ def rows(
     clock: Clock | None, *, warmups: int = 18, repeats: int = 36, source: str = "a", noise: float = 0.0
 ) -> list[Measurement]:
     """Products at RATE, measured in loops of `repeats` products after `warmups`."""
-    dice, found = np.random.default_rng(0), []
+    dice, result = np.random.default_rng(0), []
     for tokens, fan_in, fan_out in SHAPES:
         burst_s = 2.0 * tokens * fan_in * fan_out / RATE * dice.uniform(1 - noise, 1 + noise)
         seconds = burst_s
@@ -42,18 +42,18 @@ def rows(
             ends = clock.stretched_s(np.array([warmups * burst_s, (warmups + repeats) * burst_s]))
             seconds = float(ends[1] - ends[0]) / repeats
         about: dict[str, Any] = {"tokens": tokens, "in_features": fan_in, "out_features": fan_out, "dtype": "bf16"}
-        found.append(small.row("gemm", seconds, warmups=warmups, repeats=repeats, source=source, **about))
-    return found
+        result.append(small.row("gemm", seconds, warmups=warmups, repeats=repeats, source=source, **about))
+    return result
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_a_clock_comes_back(noise: float) -> None:
-    found = fit_clock(rows(CLOCK, noise=noise), GPU)
-    assert found is not None
-    assert found.clock.sustained_share == pytest.approx(0.85, rel=0.002 + 0.3 * noise)
-    assert found.clock.time_constant_s == pytest.approx(0.1, rel=0.01 + 5 * noise)
-    assert found.num_rows == len(SHAPES)
-    assert found.describe().startswith("8")
+    result = fit_clock(rows(CLOCK, noise=noise), GPU)
+    assert result is not None
+    assert result.clock.sustained_share == pytest.approx(0.85, rel=0.002 + 0.3 * noise)
+    assert result.clock.time_constant_s == pytest.approx(0.1, rel=0.01 + 5 * noise)
+    assert result.num_rows == len(SHAPES)
+    assert result.describe().startswith("8")
 
 
 def test_no_clock_where_nothing_falls_or_nothing_is_known_of_loops() -> None:
@@ -132,14 +132,14 @@ def test_a_type_of_another_source_replaces_that_of_the_profile(tmp_path: Path) -
 
 
 def test_products_of_a_cpu_hardly_step() -> None:
-    found = fit_gemm(small.gemm_rows(), small.cpu(), keep_shapes={(512, 512), (512, 1376), (1376, 512), (512, 256)})
+    result = fit_gemm(small.gemm_rows(), small.cpu(), keep_shapes={(512, 512), (512, 1376), (1376, 512), (512, 256)})
     assert not has_waves(small.cpu())
     assert has_waves(load_gpu("l40s"))
-    assert found.rates.step == 16
-    assert len(found.rates.measured) == 4
+    assert result.rates.step == 16
+    assert len(result.rates.measured) == 4
     tokens = np.arange(64.0, 2048.0, 16.0)
     for shape in ((512, 512), (512, 1376), (1376, 512)):
-        predicted = found.rates.seconds(tokens, (Product(*shape),), 4)
+        predicted = result.rates.seconds(tokens, (Product(*shape),), 4)
         true = np.array([small.gemm_s(one, *shape) for one in tokens])
         np.testing.assert_allclose(predicted, true, rtol=0.03)
         assert (np.diff(predicted) / predicted[1:] < 0.25).all()

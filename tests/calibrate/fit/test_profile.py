@@ -125,11 +125,11 @@ def fitted() -> Any:
 
 
 def test_gemm_form_comes_back() -> None:
-    found = fit_gemm(gemm_rows(), A100)
-    assert found.own.errors().mape < 0.01
-    assert found.cross_validated.errors().mape < 0.02
-    assert found.rates.flops_per_s == pytest.approx(GEMM.flops_per_s, rel=0.03)
-    assert found.rates.measured == ()
+    result = fit_gemm(gemm_rows(), A100)
+    assert result.own.errors().mape < 0.01
+    assert result.cross_validated.errors().mape < 0.02
+    assert result.rates.flops_per_s == pytest.approx(GEMM.flops_per_s, rel=0.03)
+    assert result.rates.measured == ()
 
 
 def test_measured_shapes_come_back_where_the_form_cannot_follow() -> None:
@@ -139,36 +139,36 @@ def test_measured_shapes_come_back_where_the_form_cannot_follow() -> None:
         else one
         for one in gemm_rows()
     ]
-    found = fit_gemm(odd, A100, keep_shapes={(4096, 4096), (1, 1)})
-    assert [(shape.in_features, shape.out_features) for shape in found.rates.measured] == [(4096, 4096)]
+    result = fit_gemm(odd, A100, keep_shapes={(4096, 4096), (1, 1)})
+    assert [(shape.in_features, shape.out_features) for shape in result.rates.measured] == [(4096, 4096)]
     mine = GemmRows.of([one for one in odd if (one.in_features, one.out_features) == (4096, 4096)])
-    np.testing.assert_allclose(mine.predicted_s(found.rates), mine.seconds, rtol=0.02)
-    assert found.interpolated is not None
-    assert found.operation.interpolated_log_sd is not None
+    np.testing.assert_allclose(mine.predicted_s(result.rates), mine.seconds, rtol=0.02)
+    assert result.interpolated is not None
+    assert result.operation.interpolated_log_sd is not None
 
 
 @pytest.mark.parametrize(("kernel", "gpu"), [("fa2", A100), ("fa3", H100)])
 def test_flash_comes_back(kernel: str, gpu: Any) -> None:
     preset = PRESETS[kernel]
     true = preset.rates(gpu, {"block_s": 1.2 * preset.start["block_s"], "launch_s": 9e-6})
-    found = fit_flash(timed(true), gpu, kernel=kernel)
-    assert found.own.errors().mape < 0.005
-    assert found.rates.block_s == pytest.approx(true.block_s, rel=0.02)
-    assert found.rates.num_sms == gpu.num_sms
+    result = fit_flash(timed(true), gpu, kernel=kernel)
+    assert result.own.errors().mape < 0.005
+    assert result.rates.block_s == pytest.approx(true.block_s, rel=0.02)
+    assert result.rates.num_sms == gpu.num_sms
 
 
 def test_the_nearest_kernel_is_found() -> None:
-    found = fit_flash(timed(PRESETS["flashinfer"].rates(A100, {"tile_s": 8e-6})), A100)
-    assert (found.rates.tile_rows, found.rates.packs_heads) == (128, True)
+    result = fit_flash(timed(PRESETS["flashinfer"].rates(A100, {"tile_s": 8e-6})), A100)
+    assert (result.rates.tile_rows, result.rates.packs_heads) == (128, True)
 
 
 def test_eager_comes_back() -> None:
-    found = fit_eager(timed(EAGER), A100)
-    assert found.own.errors().mape < 0.002
-    assert found.rates.start_s == pytest.approx(EAGER.start_s, rel=0.05)
+    result = fit_eager(timed(EAGER), A100)
+    assert result.own.errors().mape < 0.002
+    assert result.rates.start_s == pytest.approx(EAGER.start_s, rel=0.05)
     # At one head_dim, FLOPs are proportional to the bytes of the score matrix: only the sum of both times is known.
     once = 4 * 128 / EAGER.flops_per_s + 28 / EAGER.bytes_per_s
-    assert 4 * 128 / found.rates.flops_per_s + 28 / found.rates.bytes_per_s == pytest.approx(once, rel=0.01)
+    assert 4 * 128 / result.rates.flops_per_s + 28 / result.rates.bytes_per_s == pytest.approx(once, rel=0.01)
 
 
 def test_elementwise_comes_back() -> None:
@@ -333,9 +333,9 @@ def test_a_plan_is_for_the_machine_that_was_measured(own_machine: Any) -> None:
     longer, *extrapolated = far
     assert longer == "mine has 2 GPUs; 8 are simulated on a longer bus"
     assert [note.split(":")[0] for note in extrapolated] == ["extrapolated"] * 2
-    elsewhere, said = make_scenario(ctx=2048, gpus=2, model=small.MODEL, profile=profile, cluster="a100-nvlink")
+    elsewhere, text = make_scenario(ctx=2048, gpus=2, model=small.MODEL, profile=profile, cluster="a100-nvlink")
     assert elsewhere.cluster.gpu.name == "a100-80gb"
-    assert any("was measured on a-cpu, not on a100-80gb" in note for note in said)
+    assert any("was measured on a-cpu, not on a100-80gb" in note for note in text)
 
 
 def layer_rows(profile: CalibrationProfile, factor: float) -> list[Measurement]:

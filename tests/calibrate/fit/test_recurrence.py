@@ -44,10 +44,10 @@ def made(kind: str, rates: KindRates, *, slower: float = 1.0) -> RecurrenceRows:
 
 def test_known_rates_are_found_again() -> None:
     fitted = fit_recurrence({"gated_delta": made("gated_delta", RATES)}, GPU)
-    found = fitted.rates.kinds["gated_delta"]
-    assert found.scan.chunk_s == pytest.approx(1.4e-6, rel=0.05)
-    assert found.scan.bytes_per_s == pytest.approx(2.1e12, rel=0.05)
-    assert found.convolution.bytes_per_s == pytest.approx(2.9e12, rel=0.05)
+    result = fitted.rates.kinds["gated_delta"]
+    assert result.scan.chunk_s == pytest.approx(1.4e-6, rel=0.05)
+    assert result.scan.bytes_per_s == pytest.approx(2.1e12, rel=0.05)
+    assert result.convolution.bytes_per_s == pytest.approx(2.9e12, rel=0.05)
     assert fitted.own.errors().mape < 0.01
     assert fitted.cross_validated.errors().mape < 0.02
     assert fitted.operation.systematic_log_sd is None

@@ -206,7 +206,7 @@ def test_the_grid_separates_chunk_from_prefix() -> None:
     assert len(set(points)) == len(points)
     assert all(point.chunk + point.prefix <= 4096 for point in points)
     prefixes = {chunk: {p.prefix for p in points if p.chunk == chunk and p.kernel == "sdpa"} for chunk in (64, 1024)}
-    assert all(len(found) >= 3 for found in prefixes.values())
+    assert all(len(result) >= 3 for result in prefixes.values())
     assert {point.kernel for point in points} == {"sdpa", "eager"}
     assert grid(10, ("sdpa",)) != []
     assert compute_rows({}, spec_of(CONFIGS["llama"]), dtype="fp32", device="x") == []

@@ -17,11 +17,11 @@ from calibrate.measure.device import DeviceLog, summary
 
 def test_readings_are_summarised_and_broken_lines_do_not_count() -> None:
     lines = ["1980, 120.5, 700.00, 0x0000000000000001", *["1410, 695.0, 700.00, 0x0000000000000004"] * 3]
-    found = summary([*lines, "1410, [N/A], 700.00, 0x0", "14"])
-    assert found["readings"] == 4
-    assert found["sm_clock_hz"] == [1.41e9, 1.41e9, 1.98e9]
-    assert found["power_w"] == [120.5, 695.0, 695.0]
-    assert found["throttled"] == {"sw_power_cap": 0.75}, "an idle GPU is not throttled"
+    result = summary([*lines, "1410, [N/A], 700.00, 0x0", "14"])
+    assert result["readings"] == 4
+    assert result["sm_clock_hz"] == [1.41e9, 1.41e9, 1.98e9]
+    assert result["power_w"] == [120.5, 695.0, 695.0]
+    assert result["throttled"] == {"sw_power_cap": 0.75}, "an idle GPU is not throttled"
     assert summary(["600, 300.0, 700.00, 0x48"])["throttled"] == {"hw_slowdown": 1.0, "hw_thermal_slowdown": 1.0}
     assert summary([]) == {}
 
@@ -61,8 +61,8 @@ GIB = 2**30
 def test_the_datasheet_is_taken_where_the_device_agrees(
     device: str, num_sms: int, memory_gib: float, expected: str | None
 ) -> None:
-    found = gpu_named(device, num_sms=num_sms, memory_bytes=round(memory_gib * GIB))
-    assert (None if found is None else found.name) == expected
+    result = gpu_named(device, num_sms=num_sms, memory_bytes=round(memory_gib * GIB))
+    assert (None if result is None else result.name) == expected
 
 
 def test_a_gpu_that_is_not_known_is_described_by_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,30 +120,30 @@ def test_seconds_a_token_are_found_where_the_prior_knows_none() -> None:
     unknowing = replace(PRIOR, host=replace(PRIOR.host, token_s=0.0))
     client = replace(TRUTH, host=replace(TRUTH.host, token_s=1.5e-5))
     cases = [replace(case, scenario=replace(case.scenario, engine=unknowing)) for case in measured(client)]
-    found = fitted(cases, unknowing)
-    assert found.engine.host.token_s == pytest.approx(1.5e-5, rel=0.2)
+    result = fitted(cases, unknowing)
+    assert result.engine.host.token_s == pytest.approx(1.5e-5, rel=0.2)
     alone = fitted(cases[:1], unknowing)
     assert alone.engine.host.token_s == 0.0
 
 
 def test_check_reports_errors_and_coverage() -> None:
     cases = measured(TRUTH)
-    found = check_prefills(cases, interval).to_dict()
-    assert found["n"] == len(found["rows"]) == 6
-    sizes = [abs(one["predicted_s"] / one["measured_s"] - 1) for one in found["rows"]]
-    assert [abs(one["rel_error"]) for one in found["rows"]] == pytest.approx(sizes)
-    assert found["mape"] == pytest.approx(np.mean(sizes))
-    assert found["median_ape"] == pytest.approx(np.median(sizes))
-    inside = [one["low_s"] <= one["measured_s"] <= one["high_s"] for one in found["rows"]]
-    assert found["coverage"] == pytest.approx(np.mean(inside))
-    assert all(one["low_s"] <= one["predicted_s"] <= one["high_s"] for one in found["rows"])
+    result = check_prefills(cases, interval).to_dict()
+    assert result["n"] == len(result["rows"]) == 6
+    sizes = [abs(one["predicted_s"] / one["measured_s"] - 1) for one in result["rows"]]
+    assert [abs(one["rel_error"]) for one in result["rows"]] == pytest.approx(sizes)
+    assert result["mape"] == pytest.approx(np.mean(sizes))
+    assert result["median_ape"] == pytest.approx(np.median(sizes))
+    inside = [one["low_s"] <= one["measured_s"] <= one["high_s"] for one in result["rows"]]
+    assert result["coverage"] == pytest.approx(np.mean(inside))
+    assert all(one["low_s"] <= one["predicted_s"] <= one["high_s"] for one in result["rows"])
 
 
 def test_rows_of_another_gpu_are_left_out() -> None:
     rows = [row(512, gpu="A100-SXM-80GB"), row(1024, gpu="H100"), row(2048, gpu="A100-SXM-80GB"), row(64, gpu="A800")]
-    found = make_cases(rows, PROFILE, partition_of, {"engine": PRIOR})
-    assert [case.row.context_len for case in found.cases] == [1024]
-    assert found.notes[:2] == (
+    result = make_cases(rows, PROFILE, partition_of, {"engine": PRIOR})
+    assert [case.row.context_len for case in result.cases] == [1024]
+    assert result.notes[:2] == (
         "2 rows of A100-SXM-80GB left out: profile h100-flash is of h100",
         "1 row of A800 left out: profile h100-flash is of h100",
     )
@@ -159,10 +159,10 @@ def test_a_row_that_cannot_be_simulated_names_its_line() -> None:
 def test_the_profile_names_the_cluster_of_the_rows(fit: PrefillFit) -> None:
     """The fit stores the cluster, and a plan with the profile uses it by default."""
     assert fit.profile.cluster is None
-    found = make_cases([row(1024)], PROFILE, partition_of, {"engine": PRIOR})
-    assert found.cluster is not None
-    assert (found.cluster.name, found.cluster.num_gpus) == ("h100-nvlink", 8)
-    with_cluster = fitted(found.cases, cluster=found.cluster)
+    result = make_cases([row(1024)], PROFILE, partition_of, {"engine": PRIOR})
+    assert result.cluster is not None
+    assert (result.cluster.name, result.cluster.num_gpus) == ("h100-nvlink", 8)
+    with_cluster = fitted(result.cases, cluster=result.cluster)
     assert make_scenario(ctx=1024, profile=with_cluster.profile)[0].cluster.gpu.name == PROFILE.gpu
 
 
@@ -170,7 +170,7 @@ def test_coverage_is_that_of_intervals_around_predictions_without_the_row() -> N
     cases = measured(TRUTH, (1024, 4096))
 
     for interval_of, coverage in ((wide, 1.0), (narrow, 0.0)):
-        found = fitted(cases, interval_of=interval_of)
-        assert found.engine.fit is not None
-        assert found.engine.fit.coverage == coverage
-        assert found.profile.engine == found.engine
+        result = fitted(cases, interval_of=interval_of)
+        assert result.engine.fit is not None
+        assert result.engine.fit.coverage == coverage
+        assert result.profile.engine == result.engine

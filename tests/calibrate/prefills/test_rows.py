@@ -31,13 +31,13 @@ def written(folder: Path, text: str, name: str = "rows.csv") -> Path:
 
 
 def test_every_column_is_read(tmp_path: Path) -> None:
-    found = read_prefills([written(tmp_path, FULL)], NONE)
-    first, second = found.rows
+    result = read_prefills([written(tmp_path, FULL)], NONE)
+    first, second = result.rows
     assert (first.model, first.gpu, first.num_gpus, first.strategy) == ("llama-2-7b", "A100-SXM-80GB", 1, "single")
     assert (first.context_len, first.batch, first.cached_prefix, first.dtype) == (2048, 1, 0, "fp16")
     assert first.ttft_s == 0.131
     assert second.case == "llama-2-70b 16384 tp8+kvr-e on 8 GPUs, batch 2, 1024 cached"
-    assert found.notes == ()
+    assert result.notes == ()
 
 
 def test_absent_columns_and_empty_cells_take_the_defaults(tmp_path: Path) -> None:
@@ -53,8 +53,8 @@ def test_a_data_frame_is_read_as_its_csv_file_is(tmp_path: Path) -> None:
     path = written(tmp_path, FULL + "llama-2-7b,,,,1024,,,,0.2\n")
     whole = pandas.read_csv(path, comment="#")
     expected = read_prefills([path], NONE).rows
-    found = read_prefills([whole], NONE).rows
-    assert [replace(row, where="") for row in found] == [replace(row, where="") for row in expected]
+    result = read_prefills([whole], NONE).rows
+    assert [replace(row, where="") for row in result] == [replace(row, where="") for row in expected]
     with pytest.raises(InputError, match=r"prefills DataFrame, row 0: ttft_s: got '-1'"):
         read_prefills([whole.assign(ttft_s=-1)], NONE)
     with pytest.raises(InputError, match=r"prefills DataFrame: header: .* a column ttft_s"):
@@ -64,9 +64,9 @@ def test_a_data_frame_is_read_as_its_csv_file_is(tmp_path: Path) -> None:
 def test_the_mean_of_several_users_becomes_one_prefill(tmp_path: Path) -> None:
     mean_s = ClosedLoop(users=8, tpot_s=0.01, output_tokens=500, prompt_tokens=1024).mean_ttft_s(0.2)
     text = f"ttft_s,context_len,concurrency,tpot_s,output_tokens\n{mean_s},,8,0.01,500\n0.2,1k,1,,\n"
-    found = read_prefills([written(tmp_path, text)], NONE | {"model": "llama-2-7b", "context_len": 1024})
-    assert [row.ttft_s for row in found.rows] == pytest.approx([0.2, 0.2])
-    assert found.notes == ()
+    result = read_prefills([written(tmp_path, text)], NONE | {"model": "llama-2-7b", "context_len": 1024})
+    assert [row.ttft_s for row in result.rows] == pytest.approx([0.2, 0.2])
+    assert result.notes == ()
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def read(folder: Path, *contents: Any, name: str = "out.json") -> tuple[list[Pre
     """Rows and notes of a file with these JSON objects, one per line."""
     path = folder / name
     path.write_text("\n".join(map(json.dumps, contents)) + "\n", encoding="utf-8")
-    found = read_prefills([path], DEFAULTS)
-    return list(found.rows), " ".join(found.notes)
+    result = read_prefills([path], DEFAULTS)
+    return list(result.rows), " ".join(result.notes)
 
 
 def test_vllm_bench_latency(tmp_path: Path) -> None:

@@ -29,12 +29,12 @@ def fit(part: JsonObject, profile: CalibrationProfile) -> Fitted[Any]:
 
 
 def test_only_the_section_changes() -> None:
-    found = fit_sections(SHIPPED, {"elementwise": {"start_s": 1.0}}, fits={"elementwise": fit})
-    assert found.profile.kernels.elementwise.start_s == 1.0
-    assert found.profile.operations["elementwise"].mape == pytest.approx(0.1)
-    assert list(found.profile.operations) == list(PROFILE.operations)
-    kernels = replace(found.profile.kernels, elementwise=PROFILE.kernels.elementwise)
-    assert replace(found.profile, kernels=kernels, operations=PROFILE.operations) == PROFILE
+    result = fit_sections(SHIPPED, {"elementwise": {"start_s": 1.0}}, fits={"elementwise": fit})
+    assert result.profile.kernels.elementwise.start_s == 1.0
+    assert result.profile.operations["elementwise"].mape == pytest.approx(0.1)
+    assert list(result.profile.operations) == list(PROFILE.operations)
+    kernels = replace(result.profile.kernels, elementwise=PROFILE.kernels.elementwise)
+    assert replace(result.profile, kernels=kernels, operations=PROFILE.operations) == PROFILE
     assert fit_sections(SHIPPED, {}, fits={"elementwise": fit}).profile == PROFILE
 
 

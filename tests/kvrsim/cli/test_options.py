@@ -22,10 +22,10 @@ from tests.test_docs import parse
 def commands(command: Any, path: str = "") -> dict[str, Any]:
     """Every command by its path."""
     is_group = hasattr(command, "list_commands")
-    found = {path: command} if path == "" or not is_group else {}
+    result = {path: command} if path == "" or not is_group else {}
     for name in command.list_commands(None) if is_group else ():
-        found |= commands(command.get_command(None, name), f"{path} {name}".strip())
-    return found
+        result |= commands(command.get_command(None, name), f"{path} {name}".strip())
+    return result
 
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,11 +33,11 @@ COMMANDS = commands(cli.app)
 
 
 def test_flags_are_recorded() -> None:
-    found = {
+    result = {
         path: [param.opts[0] if param.param_type_name == "option" else param.metavar for param in command.params]
         for path, command in COMMANDS.items()
     }
-    assert_recorded(Path(__file__).parent / "flags.json", found)
+    assert_recorded(Path(__file__).parent / "flags.json", result)
 
 
 @pytest.mark.parametrize("path", COMMANDS)
@@ -94,7 +94,7 @@ def test_every_command_has_a_summary_and_an_example(path: str) -> None:
     [("kvrsim pl", "plan"), ("kvrsim plan --gp", "--gpus"), ("kvrsim plan --model llama-3-7", "llama-3-70b")],
 )
 def test_shells_complete_commands_options_and_names(words: str, expected: str) -> None:
-    asked = {"_KVRSIM_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+    environment = {"_KVRSIM_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
     command = [sys.executable, "-m", "kvrsim"]
-    done = subprocess.run(command, env=os.environ | asked, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, check=True)
     assert f"plain,{expected}" in done.stdout.split()

@@ -262,9 +262,9 @@ def test_streams_resume_after_communication(gpus: int, scenario: Scenario) -> No
     assert scenario.profile is not None
     host = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=7.0)
     costs = costs_of(replace(scenario, profile=replace(scenario.profile, host=host)).on_gpus(gpus))
-    held = 7.0 if gpus > 1 else 0.0
-    assert costs.mixer.append_s(tokens(3, 3), tokens(0, 5)) == pytest.approx([held, held])
-    assert costs.mixer.concat_s(tokens(3, 3), tokens(0, 5)) == pytest.approx([held, held])
+    resume_s = 7.0 if gpus > 1 else 0.0
+    assert costs.mixer.append_s(tokens(3, 3), tokens(0, 5)) == pytest.approx([resume_s, resume_s])
+    assert costs.mixer.concat_s(tokens(3, 3), tokens(0, 5)) == pytest.approx([resume_s, resume_s])
 
 
 @given(rng=draws())

@@ -69,11 +69,11 @@ def test_more_tokens_or_heads_never_take_less(tokens: list[int], kind: str, head
     few = call(sorted(map(float, tokens)), kind, num_value_heads=heads, num_key_heads=heads)
     more = replace(few, num_value_heads=2 * heads)
     scan = rates.of(few).scan
-    found = scan.seconds(few, batch, 2)
-    assert (np.diff(found) >= 0).all()
+    result = scan.seconds(few, batch, 2)
+    assert (np.diff(result) >= 0).all()
     assert (np.diff(rates.of(few).convolution.seconds(few, batch, 2)) >= 0).all()
-    assert (scan.seconds(more, batch, 2) > found).all()
-    assert (scan.seconds(few, batch + 1, 2) > found).all()
+    assert (scan.seconds(more, batch, 2) > result).all()
+    assert (scan.seconds(few, batch + 1, 2) > result).all()
 
 
 def test_what_the_cache_holds_does_not_cross_memory() -> None:

@@ -215,8 +215,8 @@ def places(content: Any) -> list[tuple[Any, Any]]:
 )
 def test_a_value_that_makes_no_sense(name: str, number: int, junk: Any, gone: bool) -> None:
     config = copy.deepcopy(CONFIGS[name])
-    found = places(config)
-    inside, key = found[number % len(found)]
+    result = places(config)
+    inside, key = result[number % len(result)]
     if gone and isinstance(inside, dict):
         del inside[key]
     else:

@@ -157,8 +157,8 @@ def test_bytes_of_states(config: dict[str, Any], state: int, token: int) -> None
 
 def test_a_state_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The size of the state is compared with the state in the cache of transformers' class."""
-    kept = SimpleNamespace(recurrent_states=[torch.empty((1, 4, 16, 9), device="meta")])
-    monkeypatch.setattr("kvrsim.model.reader._Reader._cache_of", lambda *_: kept)
+    cache = SimpleNamespace(recurrent_states=[torch.empty((1, 4, 16, 9), device="meta")])
+    monkeypatch.setattr("kvrsim.model.reader._Reader._cache_of", lambda *_: cache)
     with pytest.raises(RefusedError, match="512 elements of the state of mixer, of 576 of the class"):
         read_class({**SCAN, "model_type": "mamba2", "num_heads": 4, "head_dim": 16, "n_groups": 2}, "small")
 
@@ -209,8 +209,8 @@ def attentions(layers: tuple[LayerSpec, ...]) -> list[Attention]:
 
 def test_llama_4_sees_chunks_and_every_fourth_layer_all(tmp_path: Path) -> None:
     model = load(tmp_path, LLAMA4)
-    found = [(mixer.attention_chunk, mixer.rotary, mixer.qk_norm) for mixer in attentions(model.layers)]
-    assert found == [*[(32, True, True)] * 3, (None, False, False)] * 2
+    result = [(mixer.attention_chunk, mixer.rotary, mixer.qk_norm) for mixer in attentions(model.layers)]
+    assert result == [*[(32, True, True)] * 3, (None, False, False)] * 2
     assert [layer.num_experts for layer in model.layers] == [0, 4] * 4
     assert [gemm.out_features for gemm in model.layers[0].mlp] == [160, 160, 64]
     assert [gemm.out_features for gemm in model.layers[1].shared_mlp] == [96, 96, 64]

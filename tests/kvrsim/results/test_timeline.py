@@ -129,15 +129,15 @@ def test_what_perfetto_needs(name: str, rng: Draws) -> None:
 
 def test_a_trace_says_what_it_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["kvrsim", "simulate", "--ctx", "1k"])
-    asked = dict(strategy="kvr-e", ctx="1k", gpus=2, seed=7)
-    result = kvrsim.simulate(**asked, timeline=True)  # type: ignore[arg-type]
+    options = dict(strategy="kvr-e", ctx="1k", gpus=2, seed=7)
+    result = kvrsim.simulate(**options, timeline=True)  # type: ignore[arg-type]
     assert result.timeline is not None
     result.timeline.write_chrome_trace(tmp_path / "trace.json", result.question)
-    told = json.loads((tmp_path / "trace.json").read_text())["otherData"]
-    assert told == {"command": "kvrsim simulate --ctx 1k", "version": f"kvrsim {kvrsim.__version__}"} | told
-    assert told.keys() == result.question.to_dict().keys() | {"command", "version"}
-    assert told["cluster"] == result.cluster.describe()
-    assert (told["seed"], told["context_len"], told["num_gpus"]) == (7, 1024, 2)
+    content = json.loads((tmp_path / "trace.json").read_text())["otherData"]
+    assert content == {"command": "kvrsim simulate --ctx 1k", "version": f"kvrsim {kvrsim.__version__}"} | content
+    assert content.keys() == result.question.to_dict().keys() | {"command", "version"}
+    assert content["cluster"] == result.cluster.describe()
+    assert (content["seed"], content["context_len"], content["num_gpus"]) == (7, 1024, 2)
     result.timeline.write_chrome_trace(tmp_path / "trace.json", result.question, cluster="two CPUs", profile=None)
     measured = json.loads((tmp_path / "trace.json").read_text())["otherData"]
-    assert measured == {key: value for key, value in told.items() if key != "profile"} | {"cluster": "two CPUs"}
+    assert measured == {key: value for key, value in content.items() if key != "profile"} | {"cluster": "two CPUs"}

@@ -85,8 +85,8 @@ EAGER_ONLY = ("gemma2", "gpt_oss")
 
 def variants() -> list[tuple[str, str]]:
     """Every model with every kernel that can run it, grouped by kernel."""
-    found = [(name, kernel) for kernel in ("eager", "sdpa", "flash") for name in CONFIGS | KINDS]
-    return [(name, kernel) for name, kernel in found if kernel == "eager" or _runs(name, kernel)]
+    result = [(name, kernel) for kernel in ("eager", "sdpa", "flash") for name in CONFIGS | KINDS]
+    return [(name, kernel) for name, kernel in result if kernel == "eager" or _runs(name, kernel)]
 
 
 def _runs(name: str, kernel: str) -> bool:

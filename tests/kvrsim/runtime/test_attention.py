@@ -46,8 +46,8 @@ def test_prefix_and_chunk_joined_are_the_whole(
     chunk: int, prefix: int, groups: int, times: int, seed: int, spread: float, scale: float | None
 ) -> None:
     query, key, value = tensors(chunk, prefix, groups, times, seed, spread)
-    found = attention.chunk_attention(query, key, value, scale)
-    torch.testing.assert_close(found, masked(query, key, value, scale), atol=1e-5 * spread**2, rtol=1e-4)
+    result = attention.chunk_attention(query, key, value, scale)
+    torch.testing.assert_close(result, masked(query, key, value, scale), atol=1e-5 * spread**2, rtol=1e-4)
 
 
 @settings(deadline=None)
@@ -58,8 +58,8 @@ def test_attention_in_a_window_in_blocks_is_masked_attention(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_LEAST_BLOCK", 7)  # so that a short chunk has several blocks
         query, key, value = tensors(chunk, prefix, groups, times, seed, spread)
-        found = attention.chunk_attention(query, key, value, scale, window)
-    torch.testing.assert_close(found, masked(query, key, value, scale, window), atol=1e-5 * spread**2, rtol=1e-4)
+        result = attention.chunk_attention(query, key, value, scale, window)
+    torch.testing.assert_close(result, masked(query, key, value, scale, window), atol=1e-5 * spread**2, rtol=1e-4)
 
 
 @settings(deadline=None)
@@ -82,8 +82,8 @@ def test_attention_in_query_blocks_is_masked_attention(
 @pytest.mark.parametrize("prefix", [0, 9])
 def test_values_may_be_narrower_than_keys(prefix: int, window: int | None) -> None:
     query, key, value = tensors(7, prefix, 2, 2, 1)
-    found = attention.chunk_attention(query, key, value[..., :10], None, window)
-    torch.testing.assert_close(found, masked(query, key, value[..., :10], None, window), atol=1e-5, rtol=1e-4)
+    result = attention.chunk_attention(query, key, value[..., :10], None, window)
+    torch.testing.assert_close(result, masked(query, key, value[..., :10], None, window), atol=1e-5, rtol=1e-4)
 
 
 FLASH = "aten::_scaled_dot_product_flash_attention"
@@ -115,8 +115,8 @@ def test_what_runs_on_cuda_is_the_same(
     monkeypatch.setattr(attention, "_takes_flash", lambda *_: flash)
     query, key, value = tensors(chunk, prefix, 2, 2, 1)
     with CudaKernels() as kernels:
-        found = attention._on_cuda(query, key, value, scale)
-    torch.testing.assert_close(found, masked(query, key, value, scale), atol=1e-5, rtol=1e-5)
+        result = attention._on_cuda(query, key, value, scale)
+    torch.testing.assert_close(result, masked(query, key, value, scale), atol=1e-5, rtol=1e-5)
     assert kernels.calls == flash
 
 

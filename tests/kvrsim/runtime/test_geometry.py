@@ -54,4 +54,4 @@ def test_of_a_file_with_several_models_the_text_model_is_run() -> None:
     outer: dict[str, Any] = {"model_type": "qwen3_5", "text_config": KINDS["qwen3_5"], "vision_config": {"depth": 2}}
     model = load_model(outer)
     assert model.config.model_type == "qwen3_5_text"
-    assert [type(kept) for kept in Geometry.of(model).layouts] == [StateLayout, KvLayout, StateLayout]
+    assert [type(layout) for layout in Geometry.of(model).layouts] == [StateLayout, KvLayout, StateLayout]

@@ -42,14 +42,14 @@ def test_a_layer_hands_on_what_the_model_says_that_later_tokens_need(name: str) 
     assert len(spec.layers) == geometry.num_hidden_layers
     for prefix_len, chunk_len in ((0, 3), (4, 3), (11, 2), (9, 16)):
         buffers = make_buffers(geometry, Chunk(start=prefix_len, length=chunk_len, batch=BATCH))
-        for buffer, layer, kept in zip(buffers, spec.layers, geometry.layouts, strict=True):
+        for buffer, layer, layout in zip(buffers, spec.layers, geometry.layouts, strict=True):
             if layer.mixer is None:
                 assert buffer is None
                 continue
             assert buffer is not None
             end = prefix_len + chunk_len
-            if isinstance(kept, KvLayout) and kept.sliding_window is not None:
-                assert kept.sliding_window == layer.mixer.reach
-                end = min(end, kept.sliding_window - 1)  # a window includes the query's own token
+            if isinstance(layout, KvLayout) and layout.sliding_window is not None:
+                assert layout.sliding_window == layer.mixer.reach
+                end = min(end, layout.sliding_window - 1)  # a window includes the query's own token
             needed = BATCH * float(layer.mixer.needed_bytes(end, ELEMENT_BYTES))
             assert buffer.outgoing().nbytes == needed

@@ -51,8 +51,8 @@ def test_what_marks_take_is_taken_away_from_what_lies_between_them(fake_cuda: An
     fake_cuda.compute(1e-4)
     clock.mark("b")
     clock.mark("c")
-    found = without_marks(clock.finish())
-    assert [mark.name for mark in found] == ["a", "b", "c"]
-    first, second, third = (mark.device_s for mark in found)
+    result = without_marks(clock.finish())
+    assert [mark.name for mark in result] == ["a", "b", "c"]
+    first, second, third = (mark.device_s for mark in result)
     assert second - first == pytest.approx(1e-4)
     assert third - second == pytest.approx(0.0, abs=1e-12)

@@ -82,14 +82,14 @@ def started(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def processes_of(folder: Path) -> list[int]:
     """Processes whose temporary folder is this one, even if their parent has ended."""
-    word, found = f"TMPDIR={folder / 'tmp'}".encode(), []
+    word, result = f"TMPDIR={folder / 'tmp'}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if word in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
+                result.append(int(path.parent.name))
         except OSError:
             continue
-    return found
+    return result
 
 
 def wait_for(what: object, within_s: float) -> bool:

@@ -51,13 +51,13 @@ def test_blocks_take_what_calls_of_their_own_take(attention: str, prefix: int) -
     profile = "a100-eager" if attention == "eager" else "roofline" if attention == "sdpa" else "a100-flash"
     scenario = make_scenario(ctx="16k", gpus=2, model="llama-7b", profile=profile, attention=attention)[0]
     costs, one = scenario.layer_costs()[0], np.ones(1)
-    found = costs.mixer.in_blocks_s(1024 * one, prefix * one, [4])[0]
+    result = costs.mixer.in_blocks_s(1024 * one, prefix * one, [4])[0]
     calls = sum(costs.mixer.attention_s(256 * one, (prefix + 256.0 * number) * one) for number in range(4))
     if attention != "eager" and prefix == 0:
-        assert found == costs.mixer.attention_s(1024 * one, 0 * one)
+        assert result == costs.mixer.attention_s(1024 * one, 0 * one)
     else:
         joined_s = costs.cost.traffic_s(1024 * one, (Traffic("copy", 4.0 * 4096, 1),))
-        assert found == pytest.approx(calls + joined_s, rel=1e-12)
+        assert result == pytest.approx(calls + joined_s, rel=1e-12)
 
 
 @given(rng=draws())

@@ -66,8 +66,8 @@ def test_the_policy_names_every_script_and_style_and_allows_no_request(scripts: 
     assert set(rules) <= {"default-src", "base-uri", "form-action", "img-src", "script-src", "style-src"}
     assert rules["img-src"] == "data:"
     for kind in ("script", "style"):
-        held = re.findall(f"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
-        digests = {base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in held}
+        content = re.findall(f"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
+        digests = {base64.b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in content}
         assert {f"'sha256-{digest}'" for digest in digests} == set(rules[f"{kind}-src"].split())
 
 

@@ -39,15 +39,15 @@ SPANS = st.builds(
 
 def read_back(data: dict[str, Any]) -> list[tuple[Any, ...]]:
     """Read the data in the same way as assets/spans.js."""
-    found = []
+    result = []
     for lane in data["lanes"]:
         clock = 0
         for kind, layer, gap, ticks in zip(lane["kind"], lane["layer"], lane["gap"], lane["ticks"], strict=True):
             start, clock = clock + gap, clock + gap + ticks
             about = data["kinds"][kind]
             times = start * data["tick_s"], clock * data["tick_s"]
-            found.append((lane["rank"], lane["link"], layer, about["name"], about["peer"], about["bytes"], *times))
-    return found
+            result.append((lane["rank"], lane["link"], layer, about["name"], about["peer"], about["bytes"], *times))
+    return result
 
 
 @examples(40)
@@ -57,14 +57,14 @@ def test_spans_come_back_to_within_a_tick(spans: list[Span]) -> None:
     data = to_data(LabelledTimeline(name="tsp", title="tsp", timeline=timeline))
     tick_s = data["tick_s"]
     assert tick_s <= max(1e-9, timeline.end_s / 2**31)
-    kept = sorted(read_back(data), key=lambda row: row[-2])
-    asked = sorted(spans, key=lambda span: (span.start_s, span.end_s))
-    assert len(kept) == len(asked)
+    ticks = sorted(read_back(data), key=lambda row: row[-2])
+    options = sorted(spans, key=lambda span: (span.start_s, span.end_s))
+    assert len(ticks) == len(options)
     lanes = sorted((span.rank, span.kind == "transfer", -1 if span.layer is None else span.layer) for span in spans)
-    assert sorted(row[:3] for row in kept) == lanes
-    for row, span in zip(kept, sorted(asked, key=lambda span: round(span.start_s / tick_s)), strict=True):
+    assert sorted(row[:3] for row in ticks) == lanes
+    for row, span in zip(ticks, sorted(options, key=lambda span: round(span.start_s / tick_s)), strict=True):
         assert abs(row[-2] - span.start_s) <= tick_s
-    assert sum(row[-1] - row[-2] for row in kept) <= sum(span.duration_s for span in spans) + 2 * tick_s * len(spans)
+    assert sum(row[-1] - row[-2] for row in ticks) <= sum(span.duration_s for span in spans) + 2 * tick_s * len(spans)
 
 
 def test_colours_of_a_legend_are_those_that_are_drawn() -> None:

@@ -56,12 +56,12 @@ def boxes(figure: Figure) -> Iterator[tuple[str, Bbox]]:
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_are_inside_and_apart(name: str, results: dict[str, Displayed]) -> None:
     figure = results[name].plot()
-    found = list(boxes(figure))
+    value = list(boxes(figure))
     page = figure.bbox.padded(2)
-    outside = [text for text, box in found if not (box.xmin >= page.xmin and box.xmax <= page.xmax)]
-    outside += [text for text, box in found if not (box.ymin >= page.ymin and box.ymax <= page.ymax)]
+    outside = [text for text, box in value if not (box.xmin >= page.xmin and box.xmax <= page.xmax)]
+    outside += [text for text, box in value if not (box.ymin >= page.ymin and box.ymax <= page.ymax)]
     assert outside == []
-    over = [(one[0], two[0]) for one, two in combinations(found, 2) if one[1].padded(-2).overlaps(two[1].padded(-2))]
+    over = [(one[0], two[0]) for one, two in combinations(value, 2) if one[1].padded(-2).overlaps(two[1].padded(-2))]
     assert over == []
 
 

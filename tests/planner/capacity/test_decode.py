@@ -53,11 +53,11 @@ def test_the_batch_is_the_largest_within_memory_and_tpot() -> None:
     assert isinstance(tight, DecodeFleet)
     assert loose.limited_by == "memory"
     share = decoding_rank(scenario, loose.gpus_per_group).share
-    held = [
+    fits = [
         share.weight_bytes(2) + batch * share.cache_bytes(loose.context_tokens, 2)
         for batch in (loose.batch, loose.batch + 1)
     ]
-    assert held[0] <= scenario.memory_limit.nbytes - RUNTIME_BYTES < held[1]
+    assert fits[0] <= scenario.memory_limit.nbytes - RUNTIME_BYTES < fits[1]
     assert tight.limited_by == "tpot"
     per_rank = decoding_rank(scenario, tight.gpus_per_group)
     assert (
@@ -83,8 +83,8 @@ def test_a_cache_leaves_behind_the_prefill() -> None:
 
 
 def test_a_model_of_70b_gets_both_fleets() -> None:
-    asked: dict[str, Any] = {"requests": REQUESTS, "slo_ttft": "1s", "replications": 1, "group_sizes": "2,4", **LARGE}
-    plan = kvrsim.capacity(**asked, tpot="50ms", kv_transfer_bandwidth="50GB/s", price_per_gpu_hour=2.0)
+    options: dict[str, Any] = {"requests": REQUESTS, "slo_ttft": "1s", "replications": 1, "group_sizes": "2,4", **LARGE}
+    plan = kvrsim.capacity(**options, tpot="50ms", kv_transfer_bandwidth="50GB/s", price_per_gpu_hour=2.0)
     assert plan.feasible
     assert plan.answer is not None
     assert all(group.weights != "whole" for group in plan.answer.groups)
@@ -93,7 +93,7 @@ def test_a_model_of_70b_gets_both_fleets() -> None:
     assert plan.decode_fleet.cost_per_hour == 2.0 * plan.decode_fleet.num_gpus
     assert plan.answer.growth is not None
     assert plan.answer.growth.decode_gpus > 0  # a larger fleet needs more GPUs for decoding, too
-    slow = kvrsim.capacity(**asked, kv_transfer_bandwidth="100MB/s")
+    slow = kvrsim.capacity(**options, kv_transfer_bandwidth="100MB/s")
     assert slow.answer is None or slow.answer.num_gpus > plan.answer.num_gpus
     content = json.loads(json.dumps(plan.to_dict()))
     assert 0 < content["answer"]["p50_kv_transfer_s"] <= content["answer"]["p99_kv_transfer_s"] < 0.01
@@ -101,8 +101,8 @@ def test_a_model_of_70b_gets_both_fleets() -> None:
 
 
 def test_a_tpot_that_no_group_keeps_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = f"capacity llama-7b a100-nvlink --requests {REQUESTS} --slo-ttft 5s --replications 1 --group-sizes 2"
-    assert cli.main([*asked.split(), "--strategies", "tp", "--tpot", "10us"]) == 1
+    options = f"capacity llama-7b a100-nvlink --requests {REQUESTS} --slo-ttft 5s --replications 1 --group-sizes 2"
+    assert cli.main([*options.split(), "--strategies", "tp", "--tpot", "10us"]) == 1
     assert "no group decodes at 0.01 ms a token" in capsys.readouterr().out
 
 

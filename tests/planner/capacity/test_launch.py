@@ -32,21 +32,21 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, code: int, *argument
 
 @pytest.mark.parametrize("engine", DEPLOY_ENGINES)
 def test_a_server_for_each_kind_of_group(capsys: pytest.CaptureFixture[str], tmp_path: Path, engine: str) -> None:
-    asked = ("--percentile", "100", "--tpot", "50ms", *CHEAP, "--json")
-    fleet = json.loads(run(capsys, tmp_path, 0, "--only-deployable", engine, *asked)[0])
-    told = json.loads(run(capsys, tmp_path, 0, "--emit", engine, *asked)[0])
-    assert (told["engine"], told["version"]) == (engine, deploy_engine(engine).version)
+    options = ("--percentile", "100", "--tpot", "50ms", *CHEAP, "--json")
+    fleet = json.loads(run(capsys, tmp_path, 0, "--only-deployable", engine, *options)[0])
+    content = json.loads(run(capsys, tmp_path, 0, "--emit", engine, *options)[0])
+    assert (content["engine"], content["version"]) == (engine, deploy_engine(engine).version)
     groups = fleet["answer"]["groups"]
     assert [group["gpus_per_group"] for group in groups] == [1, 4]
     names = ["prefill-1", "prefill-2", "decode"]
     read: dict[str, dict[str, str | None]] = {}
     for name, group in zip(names, [*groups, fleet["decode_fleet"]], strict=True):
-        _, about, command = told["files"][f"{name}.sh"].splitlines()
+        _, about, command = content["files"][f"{name}.sh"].splitlines()
         assert about.startswith(f"# {group['replicas']} server")
         args = shlex.split(command.removeprefix("exec "))[len(deploy_engine(engine).launcher) :]
         read[name] = read_flags(engine, args)
-        assert (f"{name}.yaml" in told["files"]) == (engine == "trtllm") == (f"{name}.yaml" in args)
-    assert read["prefill-1"] == read_flags(engine, told["args"])
+        assert (f"{name}.yaml" in content["files"]) == (engine == "trtllm") == (f"{name}.yaml" in args)
+    assert read["prefill-1"] == read_flags(engine, content["args"])
     steps, lengths, roles, sequences = {
         "vllm": ("--max-num-batched-tokens", "--max-model-len", "--kv-transfer-config", "--max-num-seqs"),
         "sglang": ("--chunked-prefill-size", "--context-length", "--disaggregation-mode", "--max-running-requests"),
@@ -58,7 +58,7 @@ def test_a_server_for_each_kind_of_group(capsys: pytest.CaptureFixture[str], tmp
     assert {int(one[lengths] or 0) for one in read.values()} == {48_020}
     assert all(roles in one for one in read.values())
     assert int(read["decode"][sequences] or 0) == fleet["decode_fleet"]["batch"]
-    assert any(note.startswith("a router sends each prompt") for note in told["notes"])
+    assert any(note.startswith("a router sends each prompt") for note in content["notes"])
 
 
 def test_a_group_of_an_engine_runs_one_strategy() -> None:

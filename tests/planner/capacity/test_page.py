@@ -18,8 +18,8 @@ SMALL = "synthetic:poisson,rate=4,requests=600,context=lognormal:1k:0.8,max=4k"
 
 @pytest.fixture(scope="module")
 def plan() -> CapacityPlan:
-    asked = {"model": "llama-7b", "cluster": "a100-nvlink", "requests": SMALL, "slo_ttft": "1s", "group_sizes": "1,2"}
-    return kvrsim.capacity(**asked, replications=1, strategies=["single", "tp"])
+    options = {"model": "llama-7b", "cluster": "a100-nvlink", "requests": SMALL, "slo_ttft": "1s", "group_sizes": "1,2"}
+    return kvrsim.capacity(**options, replications=1, strategies=["single", "tp"])
 
 
 def test_every_fleet_is_in_the_data(plan: CapacityPlan) -> None:

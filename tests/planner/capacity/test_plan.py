@@ -49,11 +49,11 @@ def trace(path: Path, count: int = 800, seed: int = 0) -> Path:
 
 def test_json_has_the_fields_that_others_read(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     requests = str(trace(tmp_path / "trace.csv"))
-    found = answer(
+    result = answer(
         capsys, "--requests", requests, "--slo-ttft", "1s", "--percentile", "99", "--price-per-gpu-hour", "2.5", *FEW
     )
-    assert {"answer", "alternatives", "infeasible"} <= set(found)
-    best = found["answer"]
+    assert {"answer", "alternatives", "infeasible"} <= set(result)
+    best = result["answer"]
     assert {"num_gpus", "groups", "p50_ttft_s", "p95_ttft_s", "p99_ttft_s", "utilisation", "cost_per_hour"} <= set(best)
     assert best["num_gpus"] == sum(group["gpus_per_group"] * group["replicas"] for group in best["groups"])
     assert best["cost_per_hour"] == pytest.approx(2.5 * best["num_gpus"])
@@ -65,51 +65,51 @@ def test_json_has_the_fields_that_others_read(capsys: pytest.CaptureFixture[str]
     ranges = [group["context_range"] for group in best["groups"]]
     assert ranges[0][0] == 1
     assert all(low == before[1] + 1 for before, (low, _) in zip(ranges, ranges[1:], strict=False))
-    others = [one["num_gpus"] for one in found["alternatives"]]
+    others = [one["num_gpus"] for one in result["alternatives"]]
     assert others == sorted(others)
     assert all(gpus >= best["num_gpus"] for gpus in others)
-    front = [(point["num_gpus"], point["ttft_s"]) for point in found["pareto"]]
+    front = [(point["num_gpus"], point["ttft_s"]) for point in result["pareto"]]
     assert [gpus for gpus, _ in front] == sorted({gpus for gpus, _ in front})
     assert [ttft for _, ttft in front] == sorted((ttft for _, ttft in front), reverse=True)
-    assert found["workload"]["requests"] == 800
-    assert found["workload"]["cached_share"] > 0
+    assert result["workload"]["requests"] == 800
+    assert result["workload"]["cached_share"] > 0
 
 
 def test_nothing_fits_is_exit_code_1_with_the_nearest_miss(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "--requests", SMALL, "--slo-ttft", "1ms", "--max-gpus", "4", *FEW, code=1)
-    assert found["answer"] is None
-    assert found["alternatives"] == []
-    assert found["nearest_miss"]["num_gpus"] == 4
-    assert found["nearest_miss"]["target_ttft_s"] > 0.001
-    assert [one["gpus_per_group"] for one in found["infeasible"]] == [1, 2, None]
-    assert "even with no queue" in found["infeasible"][0]["why"]
+    result = answer(capsys, "--requests", SMALL, "--slo-ttft", "1ms", "--max-gpus", "4", *FEW, code=1)
+    assert result["answer"] is None
+    assert result["alternatives"] == []
+    assert result["nearest_miss"]["num_gpus"] == 4
+    assert result["nearest_miss"]["target_ttft_s"] > 0.001
+    assert [one["gpus_per_group"] for one in result["infeasible"]] == [1, 2, None]
+    assert "even with no queue" in result["infeasible"][0]["why"]
 
 
 def test_contexts_that_fit_in_no_memory_count_as_late(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "long.csv"
     path.write_text("arrival_s,context_tokens,output_tokens\n" + "".join(f"{i},60000,5\n" for i in range(50)))
-    asked = ("--requests", str(path), "--slo-ttft", "1000s", "--group-sizes", "1,2")
-    found = answer(capsys, *asked, "--strategies", "single,tsp,kvr-s", code=1)
-    assert "do not fit in memory" in found["infeasible"][0]["why"]
-    assert found["nearest_miss"]["unserved"] == 50
-    assert found["nearest_miss"]["p99_ttft_s"] is None
-    assert found["infeasible"][0]["code"] == "memory"
-    assert not any("do not fit in the memory" in note for note in found["warnings"])  # `infeasible` has the reason
-    assert {group["weights"] for group in answer(capsys, *asked)["answer"]["groups"]} <= {"tp2", "pp2"}
-    assert any("60000 tokens exceed the max_position_embeddings" in note for note in found["warnings"])
+    options = ("--requests", str(path), "--slo-ttft", "1000s", "--group-sizes", "1,2")
+    result = answer(capsys, *options, "--strategies", "single,tsp,kvr-s", code=1)
+    assert "do not fit in memory" in result["infeasible"][0]["why"]
+    assert result["nearest_miss"]["unserved"] == 50
+    assert result["nearest_miss"]["p99_ttft_s"] is None
+    assert result["infeasible"][0]["code"] == "memory"
+    assert not any("do not fit in the memory" in note for note in result["warnings"])  # `infeasible` has the reason
+    assert {group["weights"] for group in answer(capsys, *options)["answer"]["groups"]} <= {"tp2", "pp2"}
+    assert any("60000 tokens exceed the max_position_embeddings" in note for note in result["warnings"])
 
 
 def test_packs_of_short_prompts_take_no_more_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     short = "synthetic:poisson,rate=30,requests=800,context=lognormal:200:0.5,max=1k"
-    asked = ("--requests", short, "--slo-ttft", "1s", "--uniform-only", *FEW)
-    alone, packed = answer(capsys, *asked), answer(capsys, *asked, "--pack-tokens", "1k")
+    options = ("--requests", short, "--slo-ttft", "1s", "--uniform-only", *FEW)
+    alone, packed = answer(capsys, *options), answer(capsys, *options, "--pack-tokens", "1k")
     assert packed["answer"]["num_gpus"] < alone["answer"]["num_gpus"]
     assert "share steps of up to 1024" in packed["dispatch"]
 
 
 def test_a_sure_answer_is_no_smaller_and_its_interval_meets_the_target(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("--requests", SMALL, "--slo-ttft", "1s", *FEW)
-    likely, sure = answer(capsys, *asked)["answer"], answer(capsys, *asked, "--sure")["answer"]
+    options = ("--requests", SMALL, "--slo-ttft", "1s", *FEW)
+    likely, sure = answer(capsys, *options)["answer"], answer(capsys, *options, "--sure")["answer"]
     assert sure["num_gpus"] >= likely["num_gpus"]
     assert sure["interval"]["high_s"] <= 1.0
     assert sure["interval"]["safe"]
@@ -121,7 +121,7 @@ def test_long_traces_are_searched_on_a_stretch_and_judged_whole(
     monkeypatch.setattr(planning, "LONG", 500)
     monkeypatch.setattr(planning, "_STRETCH", 300)
     path = trace(tmp_path / "trace.csv", count=900)
-    found = kvrsim.capacity(model="llama-7b", cluster="a100-nvlink", requests=path, slo_ttft="1s", group_sizes="1,2")
-    assert found.answer is not None
-    assert sum(group.requests for group in found.answer.groups) == 900
-    assert found.answer.in_time >= 0.99
+    result = kvrsim.capacity(model="llama-7b", cluster="a100-nvlink", requests=path, slo_ttft="1s", group_sizes="1,2")
+    assert result.answer is not None
+    assert sum(group.requests for group in result.answer.groups) == 900
+    assert result.answer.in_time >= 0.99

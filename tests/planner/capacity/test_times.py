@@ -36,12 +36,12 @@ def scenario(profile: str, gpus: int = 1, ctx: int = 1024, cached: int = 0) -> S
 
 def best_s(profile: str, gpus: int, new: int, cached: int) -> float:
     """TTFT of the fastest strategy with its best partition."""
-    asked = scenario(profile, gpus, new + cached, cached)
-    found = [search(asked, KVR).ttft_s] if gpus > 1 else []
+    options = scenario(profile, gpus, new + cached, cached)
+    result = [search(options, KVR).ttft_s] if gpus > 1 else []
     for name, count in (("single", 1), ("tsp", gpus)):
-        placed, strategy = asked.on_gpus(count), STRATEGIES[name]
-        found.append(run_partition(placed, strategy, partition_of(placed, strategy, None)).ttft_s)
-    return min(found)
+        placed, strategy = options.on_gpus(count), STRATEGIES[name]
+        result.append(run_partition(placed, strategy, partition_of(placed, strategy, None)).ttft_s)
+    return min(result)
 
 
 @pytest.mark.parametrize("profile", ["a100-eager", "h100-flash"])
@@ -74,13 +74,15 @@ def test_ranks_that_begin_within_their_slack_end_no_later(profile: str, new: int
     slack_s = prefills.slack_s(chunks, finish_s, cached)[0]
     assert slack_s[0] == 0
     assert (slack_s[1:] > 0).any()
-    asked = prefills.at(cached, new)
-    program = build_program(asked, KVR, [np.array([chunk]) for chunk in chunks[0]])
+    options = prefills.at(cached, new)
+    program = build_program(options, KVR, [np.array([chunk]) for chunk in chunks[0]])
     late = delayed(program, slack_s)
-    assert run_batch(late, asked.cluster)[:, 0] == pytest.approx(finish_s[0], rel=1e-6)
-    assert EventSimulation(late, asked.cluster, record=False).finish_s == pytest.approx(finish_s[0].tolist(), rel=1e-6)
+    assert run_batch(late, options.cluster)[:, 0] == pytest.approx(finish_s[0], rel=1e-6)
+    assert EventSimulation(late, options.cluster, record=False).finish_s == pytest.approx(
+        finish_s[0].tolist(), rel=1e-6
+    )
     too_late = delayed(program, slack_s + 0.05 * finish_s[0, -1])
-    assert run_batch(too_late, asked.cluster)[-1, 0] > finish_s[0, -1] * 1.01
+    assert run_batch(too_late, options.cluster)[-1, 0] > finish_s[0, -1] * 1.01
 
 
 def test_contexts_that_do_not_fit_in_memory_take_forever() -> None:

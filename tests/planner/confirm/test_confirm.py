@@ -35,38 +35,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def confirmed(folder: Path) -> tuple[dict[str, Any], str]:
     files = ("--plot", str(folder / "pair.svg"), "--trace", str(folder / "trace.json"))
-    code, found, errors = said(arguments(folder, "confirm", "--top", "2", "--no-virtual", *SHORT, *BUSY, *files))
+    code, result, errors = said(arguments(folder, "confirm", "--top", "2", "--no-virtual", *SHORT, *BUSY, *files))
     assert code == 0, errors
-    return found, errors
+    return result, errors
 
 
 def test_every_candidate_is_predicted_and_measured(confirmed: tuple[dict[str, Any], str]) -> None:
-    found, _ = confirmed
-    assert [one["strategy"] for one in found["candidates"]] == ["single", "tsp", "kvr-e", "kvr-s", "kvr-s #2"]
-    assert {"candidates", "regret", "max_logit_error", "ok"} <= set(found)
-    for one in found["candidates"]:
+    result, _ = confirmed
+    assert [one["strategy"] for one in result["candidates"]] == ["single", "tsp", "kvr-e", "kvr-s", "kvr-s #2"]
+    assert {"candidates", "regret", "max_logit_error", "ok"} <= set(result)
+    for one in result["candidates"]:
         assert set(one) >= CONTRACT
         assert sum(one["partition"]) == 96
         assert one["rel_error"] == pytest.approx(one["predicted_ttft_s"] / one["measured_ttft_s"] - 1)
         assert len(one["samples_s"]) == 2
-    best_s = min(one["measured_ttft_s"] for one in found["candidates"])
-    (chosen,) = (one for one in found["candidates"] if one["chosen"])
-    assert found["regret"] == pytest.approx(chosen["measured_ttft_s"] / best_s - 1)
-    assert chosen["predicted_ttft_s"] == min(one["predicted_ttft_s"] for one in found["candidates"])
-    assert found["max_logit_error"] <= 1e-5
-    assert found["ok"] is True
-    assert found["reasons"] == []
+    best_s = min(one["measured_ttft_s"] for one in result["candidates"])
+    (chosen,) = (one for one in result["candidates"] if one["chosen"])
+    assert result["regret"] == pytest.approx(chosen["measured_ttft_s"] / best_s - 1)
+    assert chosen["predicted_ttft_s"] == min(one["predicted_ttft_s"] for one in result["candidates"])
+    assert result["max_logit_error"] <= 1e-5
+    assert result["ok"] is True
+    assert result["reasons"] == []
 
 
 def test_a_target_that_is_not_met_is_the_exit_code_and_the_reason(folder: Path) -> None:
     link = ("--link-bandwidth", "200MB/s", "--link-latency", "100us")
     few = ("--top", "1", "--repeats", "1", "--warmups", "0", "--no-virtual", "--max-error", "0", "--json")
-    code, found, _ = said(arguments(folder, "confirm", *few, *link))
+    code, result, _ = said(arguments(folder, "confirm", *few, *link))
     assert code == 1
-    assert found["ok"] is False
-    assert any("predictions are off by" in reason for reason in found["reasons"])
-    assert found["conditions"]["transport"] == "emulated 1.6 Gbit/s, 100 us"
-    assert [one["strategy"] for one in found["candidates"]] == ["single", "tsp", "kvr-e", "kvr-s"]
+    assert result["ok"] is False
+    assert any("predictions are off by" in reason for reason in result["reasons"])
+    assert result["conditions"]["transport"] == "emulated 1.6 Gbit/s, 100 us"
+    assert [one["strategy"] for one in result["candidates"]] == ["single", "tsp", "kvr-e", "kvr-s"]
 
 
 def test_too_few_devices_make_virtual_ranks_and_say_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,26 +80,26 @@ def test_too_few_devices_make_virtual_ranks_and_say_so(folder: Path, monkeypatch
 
 
 def test_from_python_one_gpu_has_one_candidate(folder: Path) -> None:
-    found = kvrsim.confirm(
+    result = kvrsim.confirm(
         ctx=64, gpus=1, model=folder / "model.json", profile=folder / "profile.json", hardware={"repeats": 1}
     )
-    assert [(one.strategy, one.partition) for one in found.candidates] == [("single", (64,))]
-    assert found.regret == 0
-    assert isinstance(found.choice.timing.timeline, Timeline)
-    assert list(found.to_frame()["strategy"]) == ["single"]
-    found.write_plot(folder / "page.html")
-    for html in ((folder / "page.html").read_text(), found._repr_html_()):
-        assert f"{found.choice.rel_error:+.1%}" in html
+    assert [(one.strategy, one.partition) for one in result.candidates] == [("single", (64,))]
+    assert result.regret == 0
+    assert isinstance(result.choice.timing.timeline, Timeline)
+    assert list(result.to_frame()["strategy"]) == ["single"]
+    result.write_plot(folder / "page.html")
+    for html in ((folder / "page.html").read_text(), result._repr_html_()):
+        assert f"{result.choice.rel_error:+.1%}" in html
 
 
 def test_run_measures_one_strategy_and_checks_it(folder: Path) -> None:
     words = arguments(folder, "run", "--strategy", "kvr-s", "--partition", "60,36", "--check", *SHORT)
-    code, found, errors = said([*words, "--trace", str(folder / "run.json"), "--plot", str(folder / "run.html")])
+    code, result, errors = said([*words, "--trace", str(folder / "run.json"), "--plot", str(folder / "run.html")])
     assert code == 0, errors
-    assert (found["strategy"], found["partition"]) == ("kvr-s", [60, 36])
-    assert found["max_logit_error"] <= 1e-5 * found["largest_logit"]
-    assert found["predicted_ttft_s"] > 0
-    assert [rank["sent_bytes"] for rank in found["per_rank"]] == [3 * 60 * 2 * 2 * 16 * 4, 0]
+    assert (result["strategy"], result["partition"]) == ("kvr-s", [60, 36])
+    assert result["max_logit_error"] <= 1e-5 * result["largest_logit"]
+    assert result["predicted_ttft_s"] > 0
+    assert [rank["sent_bytes"] for rank in result["per_rank"]] == [3 * 60 * 2 * 2 * 16 * 4, 0]
     (timeline,) = page_data((folder / "run.html").read_text())["timelines"]
     assert (timeline["ranks"], {kind["basis"] for kind in timeline["kinds"]}) == (2, {"measured"})
     assert json.loads((folder / "run.json").read_text())["traceEvents"]
@@ -156,21 +156,21 @@ def test_mistakes_take_one_line(
 def test_named_strategies_are_measured_beside_their_predictions(folder: Path) -> None:
     names = ["striped", "kvr-b", "tp", "pp-s"]
     few = ("--strategies", ",".join(names), "--repeats", "1", "--warmups", "0", "--no-virtual", *BUSY, "--json")
-    code, found, errors = said(arguments(folder, "confirm", *few))
+    code, result, errors = said(arguments(folder, "confirm", *few))
     assert code == 0, errors
-    assert [one["strategy"] for one in found["candidates"]] == names
-    assert all(one["predicted_ttft_s"] > 0 and one["measured_ttft_s"] > 0 for one in found["candidates"])
-    assert found["max_logit_error"] <= 1e-5
-    assert sum(found["candidates"][-1]["layers"]) == 3
-    assert found["orders"]["significant"] == 0  # one sample cannot be significant
+    assert [one["strategy"] for one in result["candidates"]] == names
+    assert all(one["predicted_ttft_s"] > 0 and one["measured_ttft_s"] > 0 for one in result["candidates"])
+    assert result["max_logit_error"] <= 1e-5
+    assert sum(result["candidates"][-1]["layers"]) == 3
+    assert result["orders"]["significant"] == 0  # one sample cannot be significant
 
 
 def test_a_rank_that_fails_is_a_reason_too(folder: Path) -> None:
     few = ("--top", "1", "--repeats", "1", "--warmups", "0", "--no-virtual", "--timeout", "1us", "--json")
-    code, found, errors = said(arguments(folder, "confirm", *few))
+    code, result, errors = said(arguments(folder, "confirm", *few))
     assert code == 1
-    assert (found["ok"], found["candidates"]) == (False, [])
-    assert "rank" in found["reasons"][0]
+    assert (result["ok"], result["candidates"]) == (False, [])
+    assert "rank" in result["reasons"][0]
     assert "Traceback" not in errors
 
 

@@ -63,11 +63,11 @@ def test_confirm_leaves_out_what_does_not_fit(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(MemoryBudget, "needed_bytes", large)
     few = ("--top", "1", "--repeats", "1", "--warmups", "0", "--no-virtual", "--json")
-    code, found, errors = said(arguments(folder_with(tmp_path), "confirm", *few, *BUSY))
+    code, result, errors = said(arguments(folder_with(tmp_path), "confirm", *few, *BUSY))
     assert code == 0, errors
-    assert [one["strategy"] for one in found["candidates"]] == ["tsp", "kvr-s"]
-    assert found["max_logit_error"] is None
-    assert any("single (" in note and "kvr-e (" in note for note in found["warnings"])
+    assert [one["strategy"] for one in result["candidates"]] == ["tsp", "kvr-s"]
+    assert result["max_logit_error"] is None
+    assert any("single (" in note and "kvr-e (" in note for note in result["warnings"])
     assert "logits are not compared" in errors
 
 

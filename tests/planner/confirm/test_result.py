@@ -61,10 +61,10 @@ TIMES = st.lists(st.floats(0.1, 10), min_size=3, max_size=3).map(tuple)
 @given(samples=st.lists(TIMES, min_size=1, max_size=5), data=st.data())
 def test_regret_is_nothing_for_the_best_and_never_below(samples: list[tuple[float, ...]], data: Any) -> None:
     predicted = data.draw(st.lists(st.floats(0.1, 10), min_size=len(samples), max_size=len(samples)))
-    found = confirmation(*(candidate(str(i), p, s) for i, (p, s) in enumerate(zip(predicted, samples, strict=True))))
-    assert found.regret >= 0
-    assert (found.regret == 0) == (found.choice.median_s == found.best.median_s)
-    assert found.to_dict()["ok"] is (not found.reasons)
+    result = confirmation(*(candidate(str(i), p, s) for i, (p, s) in enumerate(zip(predicted, samples, strict=True))))
+    assert result.regret >= 0
+    assert (result.regret == 0) == (result.choice.median_s == result.best.median_s)
+    assert result.to_dict()["ok"] is (not result.reasons)
 
 
 def test_a_regret_counts_beyond_the_spread_only() -> None:
@@ -98,10 +98,10 @@ def test_a_machine_of_another_speed_is_named() -> None:
 def test_logits_that_differ_are_a_reason(error: float) -> None:
     good, bad = candidate("a", 1.0, (1.0, 1.0, 1.0)), candidate("b", 1.0, (1.0, 1.0, 1.0), logits=error)
     assert confirmation(good, good).ok
-    found = confirmation(good, bad)
-    assert not found.ok
-    assert "b: logits differ" in found.reasons[0]
-    assert found.max_logit_error == pytest.approx(error, nan_ok=True)
+    result = confirmation(good, bad)
+    assert not result.ok
+    assert "b: logits differ" in result.reasons[0]
+    assert result.max_logit_error == pytest.approx(error, nan_ok=True)
     assert confirmation(good, bad, targets=Targets(logits=1.0)).ok is (error == 1e-3)
 
 
@@ -123,7 +123,7 @@ def test_further_partitions_are_apart_and_the_best_come_first(num_gpus: int, ctx
 
 def parts_of(program: Program) -> list[dict[tuple[int | None, str], float]]:
     """Device times of a program, in the form in which virtual ranks return them."""
-    found = []
+    result = []
     for rank in range(program.num_ranks):
         parts: dict[tuple[int | None, str], float] = {}
         for layer, op in program.ops(rank):
@@ -131,8 +131,8 @@ def parts_of(program: Program) -> list[dict[tuple[int | None, str], float]]:
                 names = {"step": "embedding", "mask": "embedding"}  # names that virtual ranks use
                 key = (layer, names.get(op.name, op.name))
                 parts[key] = parts.get(key, 0.0) + op.device_s.item()
-        found.append(parts)
-    return found
+        result.append(parts)
+    return result
 
 
 @examples(40)

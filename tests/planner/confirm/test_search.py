@@ -38,15 +38,15 @@ def task_of(seed: Chunks, budget_s: float = 1e9) -> SearchTask:
 
 @pytest.mark.parametrize(("seed", "best"), [((2048, 2048), (2300, 1796)), ((1024,) * 4, (1100, 1050, 1000, 946))])
 def test_it_ends_near_the_machines_best(seed: Chunks, best: Chunks) -> None:
-    found = HardwareSearch(seed=seed, center=seed)
-    found.run(task_of(seed), bowl(best))
-    assert found.median_s(found.best) < found.median_s(found.seed)
-    partitions = set().union(*found.stages)
+    result = HardwareSearch(seed=seed, center=seed)
+    result.run(task_of(seed), bowl(best))
+    assert result.median_s(result.best) < result.median_s(result.seed)
+    partitions = set().union(*result.stages)
     assert all(sum(chunks) == 4096 and min(chunks) >= 1 for chunks in partitions)
-    assert all(len(times_s) == 2 for stage in found.stages for times_s in stage.values())
+    assert all(len(times_s) == 2 for stage in result.stages for times_s in stage.values())
     if len(seed) == 2:
-        assert abs(found.best[0] - best[0]) <= 2 * 4096 / len(seed) / 64
-    assert found.ended == "the finest stride is done"
+        assert abs(result.best[0] - best[0]) <= 2 * 4096 / len(seed) / 64
+    assert result.ended == "the finest stride is done"
 
 
 def interrupt(*_: object) -> None:
@@ -54,11 +54,11 @@ def interrupt(*_: object) -> None:
 
 
 def test_the_time_bounds_it() -> None:
-    found = HardwareSearch(seed=(2048, 2048), center=(2048, 2048))
-    found.run(task_of((2048, 2048), budget_s=60.0), bowl((2300, 1796), each_s=10.0))
-    assert "the time is up" in found.ended
-    assert found.seconds <= 60 + 2 * 2 * 10, "and the plan's against the best"
-    assert len(found.stages[-1][found.seed]) == 2
+    result = HardwareSearch(seed=(2048, 2048), center=(2048, 2048))
+    result.run(task_of((2048, 2048), budget_s=60.0), bowl((2300, 1796), each_s=10.0))
+    assert "the time is up" in result.ended
+    assert result.seconds <= 60 + 2 * 2 * 10, "and the plan's against the best"
+    assert len(result.stages[-1][result.seed]) == 2
 
 
 def test_an_interrupted_search_resumes_and_writes_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,11 +68,11 @@ def test_an_interrupted_search_resumes_and_writes_a_table(tmp_path: Path, monkey
         patch.setattr(search, "_write_table", interrupt)
         assert main(words) == 130
     lines = journal.read_text().splitlines()
-    code, found, errors = said(words)
+    code, result, errors = said(words)
     assert code == 0, errors
     assert f"resumed from {len(lines) - 1} prefills" in errors
-    assert found["prefills"] == len(lines) - 1
+    assert result["prefills"] == len(lines) - 1
     assert not journal.exists()
     code, looked_up, _ = said(["table", "lookup", str(table), "--gpus", "2", "--ctx", "96", "--json"])
-    assert (code, looked_up["source"], looked_up["partition"]) == (0, "exact", found["partition"])
-    assert json.loads(table.read_text())["_measured"]["measured_ttft_s"] == found["measured_ttft_s"]
+    assert (code, looked_up["source"], looked_up["partition"]) == (0, "exact", result["partition"])
+    assert json.loads(table.read_text())["_measured"]["measured_ttft_s"] == result["measured_ttft_s"]

@@ -59,9 +59,9 @@ def test_nothing_beats_a_winner(found: StrategyMap) -> None:
 def test_points_are_what_simulate_says(found: StrategyMap) -> None:
     for point in found.at(4096, 1e10, 4).values():
         if point.strategy != "kvr-s":
-            said = kvrsim.simulate(strategy=point.strategy, ctx=4096, gpus=4, link_bandwidth="10GB/s")
-            assert point.ttft_s == pytest.approx(said.ttft_s, rel=1e-12)
-            assert point.fits == said.fits
+            simulation = kvrsim.simulate(strategy=point.strategy, ctx=4096, gpus=4, link_bandwidth="10GB/s")
+            assert point.ttft_s == pytest.approx(simulation.ttft_s, rel=1e-12)
+            assert point.fits == simulation.fits
 
 
 def test_more_bandwidth_never_hurts(found: StrategyMap) -> None:
@@ -124,7 +124,7 @@ def test_one_gpu_wins_where_the_gain_cannot_be_told() -> None:
 
 
 def test_a_map_has_an_answer_where_only_pipelines_fit() -> None:
-    found = kvrsim.map_strategies(model="llama-3.1-70b", cluster="2x8xh100", ctx="1M", gpus=16)
-    (best,) = found.best()
+    result = kvrsim.map_strategies(model="llama-3.1-70b", cluster="2x8xh100", ctx="1M", gpus=16)
+    (best,) = result.best()
     assert best.strategy == "pp"
-    assert {point.strategy for point in found.points if point.fits} == {"pp"}
+    assert {point.strategy for point in result.points if point.fits} == {"pp"}

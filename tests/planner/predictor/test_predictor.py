@@ -24,26 +24,26 @@ def predictor() -> TtftPredictor:
 
 
 def simulated_s(ctx: int, cached_prefix: int, batch: int, strategy: str = "tp", **others: object) -> float:
-    asked = ASKED | {"ctx": ctx, "cached_prefix": cached_prefix, "batch": batch} | others
-    return kvrsim.simulate(strategy=strategy, **asked).ttft_s
+    options = ASKED | {"ctx": ctx, "cached_prefix": cached_prefix, "batch": batch} | others
+    return kvrsim.simulate(strategy=strategy, **options).ttft_s
 
 
 def test_knots_are_simulated_prefills(predictor: TtftPredictor) -> None:
     for new in (predictor.new_tokens[0], predictor.new_tokens[7]):
         for prefix in predictor.cached_prefix[:2]:
             for batch in predictor.batch:
-                found = predictor.predict(ctx=new + prefix, cached_prefix=prefix, batch=batch)
-                assert found.ttft_s == pytest.approx(simulated_s(new + prefix, prefix, batch), rel=1e-5)
-                assert found.ttft_low_s < found.ttft_s < found.ttft_high_s
-                assert found.strategy == "tp"
+                result = predictor.predict(ctx=new + prefix, cached_prefix=prefix, batch=batch)
+                assert result.ttft_s == pytest.approx(simulated_s(new + prefix, prefix, batch), rel=1e-5)
+                assert result.ttft_low_s < result.ttft_s < result.ttft_high_s
+                assert result.strategy == "tp"
 
 
 @pytest.mark.parametrize(("ctx", "cached_prefix", "batch"), PREFILLS)
 def test_between_knots_it_is_near_the_simulator(
     predictor: TtftPredictor, ctx: int, cached_prefix: int, batch: int
 ) -> None:
-    found = predictor.predict(ctx=ctx, cached_prefix=cached_prefix, batch=batch)
-    assert found.ttft_s == pytest.approx(simulated_s(ctx, cached_prefix, batch), rel=0.03)
+    result = predictor.predict(ctx=ctx, cached_prefix=cached_prefix, batch=batch)
+    assert result.ttft_s == pytest.approx(simulated_s(ctx, cached_prefix, batch), rel=0.03)
 
 
 def test_the_file_and_the_reader_say_the_same(predictor: TtftPredictor, tmp_path: Path) -> None:
@@ -77,11 +77,11 @@ def test_outside_is_refused(predictor: TtftPredictor, asked: dict[str, int], nam
 def test_what_does_not_fit_is_not_told() -> None:
     """With tensor parallelism the weights fit in memory, but many long prompts do not."""
     near = {"model": "llama-3-70b", "gpus": 4, "cluster": "h100-nvlink"}
-    found = kvrsim.build_predictor(strategy="tp", ctx="64k", batch=8, **near)
-    most = found.strategies[0].most_new_tokens
+    result = kvrsim.build_predictor(strategy="tp", ctx="64k", batch=8, **near)
+    most = result.strategies[0].most_new_tokens
     assert 0 < most[3][0] < most[2][0] <= most[0][0] == 65536
     with pytest.raises(InputError, match="more do not fit"):
-        found.predict(ctx=most[3][0] + 1, batch=8)
+        result.predict(ctx=most[3][0] + 1, batch=8)
     within = kvrsim.simulate(strategy="tp", ctx=most[3][0], batch=8, **near)
     over = kvrsim.simulate(strategy="tp", ctx=int(1.01 * most[3][0]) + 2, batch=8, **near)
     assert (within.fits, over.fits) == (True, False)
@@ -108,17 +108,17 @@ def test_a_file_that_is_none_is_refused(predictor: TtftPredictor, tmp_path: Path
 
 def test_the_interval_is_the_simulators(predictor: TtftPredictor) -> None:
     estimate = kvrsim.simulate(strategy="tp", **ASKED | {"ctx": 3000, "cached_prefix": 1000, "batch": 1})
-    found = predictor.predict(ctx=3000, cached_prefix=1000)
-    assert found.ttft_low_s == pytest.approx(estimate.ttft_low_s, rel=0.05)
-    assert found.ttft_high_s == pytest.approx(estimate.ttft_high_s, rel=0.05)
+    result = predictor.predict(ctx=3000, cached_prefix=1000)
+    assert result.ttft_low_s == pytest.approx(estimate.ttft_low_s, rel=0.05)
+    assert result.ttft_high_s == pytest.approx(estimate.ttft_high_s, rel=0.05)
 
 
 @pytest.mark.slow
 def test_best_is_the_fastest_of_its_strategies() -> None:
-    found = kvrsim.build_predictor(**ASKED | {"ctx": "4k", "batch": 1, "gpus": 2})
-    names = [one.strategy for one in found.strategies]
+    result = kvrsim.build_predictor(**ASKED | {"ctx": "4k", "batch": 1, "gpus": 2})
+    names = [one.strategy for one in result.strategies]
     assert len(names) > 1
     for ctx in (64, 1000, 4096):
-        estimate = found.predict(ctx=ctx)
+        estimate = result.predict(ctx=ctx)
         best_s = min(simulated_s(ctx, 0, 1, strategy=name, gpus=2) for name in names)
         assert estimate.ttft_s == pytest.approx(best_s, rel=0.03)

@@ -50,11 +50,11 @@ def tables() -> dict[str, PartitionTable]:
 def test_entries_are_as_good_as_a_search(tables: dict[str, PartitionTable], profile: str) -> None:
     for entry in tables[profile].entries:
         scenario = at(scenario_of(profile), entry.num_gpus, entry.context_len)
-        found = search(scenario, KVR)
+        value = search(scenario, KVR)
         assert entry.ttft_s == pytest.approx(ttft_s(scenario, entry.partition), rel=1e-12)
-        assert entry.ttft_s <= 1.0015 * found.ttft_s
+        assert entry.ttft_s <= 1.0015 * value.ttft_s
         assert entry.ttft_low_s <= entry.ttft_s <= entry.ttft_high_s
-        bound_s = found.lower_bound_s or lower_bound_s(scenario, KVR, found.ttft_s)
+        bound_s = value.lower_bound_s or lower_bound_s(scenario, KVR, value.ttft_s)
         assert entry.ttft_s / (1 + entry.gap) == pytest.approx(bound_s, rel=1e-3)
         even = ttft_s(scenario, [entry.context_len // entry.num_gpus] * entry.num_gpus)
         assert entry.speedup_over_even == pytest.approx(even / entry.ttft_s)
@@ -66,9 +66,9 @@ def test_between_entries_kvr_p_is_near_kvr_s(tables: dict[str, PartitionTable], 
     for num_gpus in (2, 4):
         for context_len in (5120, 6144, 7000, 10240, 11111):
             scenario = at(scenario_of(profile), num_gpus, context_len)
-            found = look_up(tables[profile], num_gpus, context_len)
-            assert found.source == "interpolated"
-            assert ttft_s(scenario, found.partition) <= 1.015 * search(scenario, KVR).ttft_s
+            value = look_up(tables[profile], num_gpus, context_len)
+            assert value.source == "interpolated"
+            assert ttft_s(scenario, value.partition) <= 1.015 * search(scenario, KVR).ttft_s
 
 
 def test_kvr_p_takes_its_chunks_from_the_table(tables: dict[str, PartitionTable], tmp_path: Path) -> None:

@@ -78,22 +78,22 @@ def test_looked_up_partitions_are_partitions(rng: Draws) -> None:
     table = a_table(rng)
     num_gpus = rng.choice(table.gpu_counts)
     tokens = rng.choice([num_gpus, rng.randint(num_gpus, 20_000)])
-    found = look_up(table, num_gpus, tokens + table.setting.cached_prefix)
-    assert sum(found.partition) == tokens
-    assert len(found.partition) == len(found.fractions) == num_gpus
-    assert min(found.partition) >= 1
-    assert math.isclose(math.fsum(found.fractions), 1.0, rel_tol=1e-9)
-    assert all(share > 0 for share in found.fractions)
+    result = look_up(table, num_gpus, tokens + table.setting.cached_prefix)
+    assert sum(result.partition) == tokens
+    assert len(result.partition) == len(result.fractions) == num_gpus
+    assert min(result.partition) >= 1
+    assert math.isclose(math.fsum(result.fractions), 1.0, rel_tol=1e-9)
+    assert all(share > 0 for share in result.fractions)
 
 
 @given(rng=draws())
 def test_entries_come_back_as_they_are(rng: Draws) -> None:
     table = a_table(rng)
     for one in table.entries:
-        found = look_up(table, one.num_gpus, one.context_len)
-        assert (found.source, found.partition, found.fractions) == ("exact", one.partition, one.fractions)
-        assert found.between == (one.context_len,)
-        assert not found.warnings
+        result = look_up(table, one.num_gpus, one.context_len)
+        assert (result.source, result.partition, result.fractions) == ("exact", one.partition, one.fractions)
+        assert result.between == (one.context_len,)
+        assert not result.warnings
 
 
 @given(rng=draws())
@@ -101,11 +101,11 @@ def test_interpolation_lies_between_its_neighbours(rng: Draws) -> None:
     table = a_table(rng)
     entries = table.of(rng.choice(table.gpu_counts))
     context_len = rng.randint(entries[0].context_len, entries[-1].context_len)
-    found = look_up(table, entries[0].num_gpus, context_len)
-    low, high = (next(one for one in entries if one.context_len == length) for length in (found.between * 2)[:2])
-    low, high = (low, high) if len(found.between) == 2 else (low, low)
+    result = look_up(table, entries[0].num_gpus, context_len)
+    low, high = (next(one for one in entries if one.context_len == length) for length in (result.between * 2)[:2])
+    low, high = (low, high) if len(result.between) == 2 else (low, low)
     assert low.context_len <= context_len <= high.context_len
-    for share, a, b in zip(found.fractions, low.fractions, high.fractions, strict=True):
+    for share, a, b in zip(result.fractions, low.fractions, high.fractions, strict=True):
         assert min(a, b) <= share <= max(a, b)
 
 
@@ -114,10 +114,10 @@ def test_extrapolation_is_flagged_and_keeps_to_the_last_shares(rng: Draws) -> No
     table = a_table(rng)
     entries = table.of(rng.choice(table.gpu_counts))
     beyond = entries[-1].context_len + rng.choice([1, 1000, 10**6])
-    found = look_up(table, entries[0].num_gpus, beyond)
-    assert found.source == "extrapolated"
-    assert "extrapolated" in found.warnings[0]
-    assert str(entries[-1].context_len) in found.warnings[0]
+    result = look_up(table, entries[0].num_gpus, beyond)
+    assert result.source == "extrapolated"
+    assert "extrapolated" in result.warnings[0]
+    assert str(entries[-1].context_len) in result.warnings[0]
     below = look_up(table, entries[0].num_gpus, entries[0].context_len - 1)
     assert below.source == "extrapolated"
     assert below.fractions == entries[0].fractions
@@ -154,10 +154,10 @@ def test_a_reader_without_packages_finds_the_same(rng: Draws) -> None:
     entries = table.of(rng.choice(table.gpu_counts))
     context_len = rng.randint(entries[0].context_len, entries[-1].context_len)
     read = READER(json.loads(table.to_json()), entries[0].num_gpus, context_len)
-    found = look_up(table, entries[0].num_gpus, context_len)
+    result = look_up(table, entries[0].num_gpus, context_len)
     assert sum(read) == context_len - table.setting.cached_prefix
-    assert tuple(read) == found.partition or found.source == "interpolated"
-    assert sum(abs(a - b) for a, b in zip(read, found.partition, strict=True)) <= 2 * len(read)
+    assert tuple(read) == result.partition or result.source == "interpolated"
+    assert sum(abs(a - b) for a, b in zip(read, result.partition, strict=True)) <= 2 * len(read)
 
 
 def wrong_tables() -> list[tuple[str, Any]]:
@@ -236,8 +236,8 @@ def test_every_rate_counts(rng: Draws) -> None:
         replace(scenario, model=replace(scenario.model, hidden_size=scenario.model.hidden_size + 1)),
         replace(scenario, model=with_mixers(scenario.model, qk_norm=not scenario.model.layers[0].mixer.qk_norm)),
     ]
-    found = [fingerprint(one) for one in (scenario, *others)]
-    assert len(set(found)) == len(found)
+    result = [fingerprint(one) for one in (scenario, *others)]
+    assert len(set(result)) == len(result)
 
 
 def test_a_datasheet_counts_where_there_is_no_profile() -> None:

@@ -22,13 +22,13 @@ def test_a_ranks_rows_sum_to_its_finish(name: str, rng: Draws) -> None:
     cut = Partition(chunk_lens=any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus))
     run = run_partition(scenario, strategy, cut, timeline=True)
     assert run.timeline is not None
-    found = breakdown(scenario, strategy, cut, run.finish_s, run.timeline)
-    assert found.ttft_s == run.ttft_s
+    result = breakdown(scenario, strategy, cut, run.finish_s, run.timeline)
+    assert result.ttft_s == run.ttft_s
     for rank, end_s in enumerate(run.finish_s):
-        rows = [row for row in found.rows if row.rank == rank]
+        rows = [row for row in result.rows if row.rank == rank]
         assert sum(row.seconds for row in rows) == pytest.approx(end_s, rel=1e-4)  # products are priced one by one
         assert all(row.seconds > 0 for row in rows)
-        assert all(row.share == pytest.approx(row.seconds / found.ttft_s) for row in rows)
+        assert all(row.share == pytest.approx(row.seconds / result.ttft_s) for row in rows)
 
 
 def test_nothing_measured_beats_the_roofline() -> None:

@@ -39,9 +39,9 @@ def above(scenario: Scenario) -> dict[str, float]:
     return {name: move.high / 1.2816 for name, move in of(scenario).by_source.items()}
 
 
-def flash(**asked: Any) -> Scenario:
+def flash(**options: Any) -> Scenario:
     return make_scenario(
-        **({"ctx": 8192, "gpus": 4, "profile": "a100-flash", "model": "llama-3-8b", "engine": "none"} | asked)
+        **({"ctx": 8192, "gpus": 4, "profile": "a100-flash", "model": "llama-3-8b", "engine": "none"} | options)
     )[0]
 
 

@@ -25,10 +25,10 @@ ERRORS = {"mape": 0.02, "median_ape": 0.01, "left_out_mape": 0.03, "left_out_med
 COMPARED = EngineFit(source="s", num_rows=9, left_out="row", log_sd=0.04, coverage=0.8, **ERRORS)
 
 
-def with_engine(engine: Engine | str, strategy: str = "kvr-e", **asked: Any) -> tuple[Scenario, Partition]:
+def with_engine(engine: Engine | str, strategy: str = "kvr-e", **options: Any) -> tuple[Scenario, Partition]:
     """The scenario prepared for the strategy, and even chunks."""
     known = {"ctx": 2048, "gpus": 4, "profile": "a100-flash", "model": "llama-2-7b"}
-    placed = for_strategy(make_scenario(**(known | asked), engine=engine)[0], STRATEGIES[strategy])
+    placed = for_strategy(make_scenario(**(known | options), engine=engine)[0], STRATEGIES[strategy])
     return placed, Partition.even(placed.request.new_tokens, placed.cluster.num_gpus)
 
 
@@ -36,15 +36,15 @@ def ttft_s(scenario: Scenario, strategy: str, partition: Partition) -> float:
     return run_partition(scenario, STRATEGIES[strategy], partition).ttft_s
 
 
-def around(engine: Engine | str, strategy: str = "kvr-e", **asked: Any) -> tuple[float, Interval]:
+def around(engine: Engine | str, strategy: str = "kvr-e", **options: Any) -> tuple[float, Interval]:
     """TTFT with even chunks, and its interval."""
-    scenario, even = with_engine(engine, strategy, **asked)
+    scenario, even = with_engine(engine, strategy, **options)
     seconds = ttft_s(scenario, strategy, even)
     return seconds, interval(scenario, STRATEGIES[strategy], even, seconds)
 
 
-def sensitivities_of(engine: Engine | str, strategy: str, **asked: Any) -> Sensitivities:
-    scenario, even = with_engine(engine, strategy, **asked)
+def sensitivities_of(engine: Engine | str, strategy: str, **options: Any) -> Sensitivities:
+    scenario, even = with_engine(engine, strategy, **options)
     return sensitivities(scenario, STRATEGIES[strategy], even)
 
 
@@ -62,7 +62,7 @@ def test_a_move_is_what_a_simulation_with_that_term_says(term: str, strategy: st
     host = replace(NO_HOST, layer_s=1e-4, request_s=0.003, token_s=1e-6, step_s=0.002, collective_s=1e-5)
     engine = replace(NOTHING, host=host, spread={term: 0.5})
     scenario, even = with_engine(engine, strategy)
-    found = interval(scenario, STRATEGIES[strategy], even, 1.0).by_source
+    result = interval(scenario, STRATEGIES[strategy], even, 1.0).by_source
     names = {"request_s": "request", "token_s": "tokens", "step_s": "step", "layer_s": "host"}
     name = names.get(term, "collectives")
     central = ttft_s(scenario, strategy, even)
@@ -70,7 +70,7 @@ def test_a_move_is_what_a_simulation_with_that_term_says(term: str, strategy: st
         factor = math.exp(sign * 1.2816 * 0.5)
         other = replace(host, **{term: getattr(host, term) * factor})
         expected = math.log(ttft_s(scenario.with_host(other), strategy, even) / central)
-        move = getattr(found[name], side) if name in found else 0.0
+        move = getattr(result[name], side) if name in result else 0.0
         assert move == pytest.approx(expected, abs=1e-9)
 
 
@@ -149,14 +149,14 @@ def test_the_basis_of_a_scan(model: str, profile: str, basis: str) -> None:
 @pytest.mark.parametrize("engine", ["none", "vllm-2023"])
 def test_an_interval_widens_by_the_recurrence(engine: str) -> None:
     """The recurrence also widens intervals of engines whose prefills were compared, unless these had such models."""
-    asked = {"strategy": "kvr-e", "ctx": "16k", "gpus": 2, "cluster": "h200-nvlink", "engine": engine}
-    run = kvrsim.simulate(model="qwen3.5-27b", **asked)
-    assert "recurrence" not in kvrsim.simulate(model="qwen3.5-27b", **asked | {"engine": "sglang"}).interval_causes
+    options = {"strategy": "kvr-e", "ctx": "16k", "gpus": 2, "cluster": "h200-nvlink", "engine": engine}
+    run = kvrsim.simulate(model="qwen3.5-27b", **options)
+    assert "recurrence" not in kvrsim.simulate(model="qwen3.5-27b", **options | {"engine": "sglang"}).interval_causes
     for cause in ("recurrence",) if engine != "none" else ("recurrence", "table and clock"):
         low, high = run.interval_causes[cause]
         assert low < -0.001
         assert high > 0.001
-    assert "recurrence" not in kvrsim.simulate(model="qwen3-32b", **asked).interval_causes
+    assert "recurrence" not in kvrsim.simulate(model="qwen3-32b", **options).interval_causes
 
 
 def test_what_was_fitted_to_whole_prefills_has_the_kernels_errors_in_it() -> None:

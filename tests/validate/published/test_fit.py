@@ -38,23 +38,23 @@ def test_rows_made_by_known_constants_give_them_back() -> None:
     partitions = partitions_for(rows, made)
     measured = [replace(row, ttft_s=ttft_s(row, made, partitions[row])) for row in rows]
     partitions = {row: partitions[old] for row, old in zip(measured, rows, strict=True)}
-    found = np.exp(solve(measured, np.ones(len(rows)), partitions, START) - true)
-    assert dict(zip(NAMES, found, strict=True)) == pytest.approx(dict.fromkeys(NAMES, 1.0), rel=0.1)
+    result = np.exp(solve(measured, np.ones(len(rows)), partitions, START) - true)
+    assert dict(zip(NAMES, result, strict=True)) == pytest.approx(dict.fromkeys(NAMES, 1.0), rel=0.1)
 
 
 @pytest.mark.slow
 def test_rows_of_llama_leave_falcons_bytes_at_their_prior() -> None:
     rows = rows_of("llama-7b")
-    found = solve(rows, np.ones(len(rows)), partitions_for(rows, profile_of(START, None)), START)
+    result = solve(rows, np.ones(len(rows)), partitions_for(rows, profile_of(START, None)), START)
     index = NAMES.index("falcon_bytes")
-    assert found[index] == pytest.approx(PRIORS[index], abs=0.01)
+    assert result[index] == pytest.approx(PRIORS[index], abs=0.01)
 
 
 def test_speedups_and_coverage_of_left_out_rows() -> None:
     rows = [row for row in read_rows() if row.model in ("llama-7b", "falcon-7b") and row.context_len == 8192]
     rows = [row for row in rows if row.num_gpus == 8]
-    found = {row: np.log(1.1 if row.strategy == "tsp" else 1.0) for row in rows}
-    assert speedup_errors(found) == pytest.approx([0.1, 0.1])
+    result = {row: np.log(1.1 if row.strategy == "tsp" else 1.0) for row in rows}
+    assert speedup_errors(result) == pytest.approx([0.1, 0.1])
     assert coverage(dict.fromkeys(rows, 0.05)) == 1.0
     assert coverage({row: 0.0 if row.model == "llama-7b" else 1.0 for row in rows}) == 0.5
 

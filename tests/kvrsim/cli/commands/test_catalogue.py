@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[4]
 
 
 def test_all_are_listed_as_they_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, "strategies", "list")["strategies"]
-    assert [one["name"] for one in found][: len(STRATEGIES)] == list(STRATEGIES)
-    for one in found[: len(STRATEGIES)]:
+    result = answer(capsys, "strategies", "list")["strategies"]
+    assert [one["name"] for one in result][: len(STRATEGIES)] == list(STRATEGIES)
+    for one in result[: len(STRATEGIES)]:
         assert one == answer(capsys, "strategies", "show", one["name"])
         assert all(one[key] for key in ("title", "each_rank", "communication", "holds", "source"))
         page, _, anchor = one["docs"].partition("#")
@@ -39,11 +39,11 @@ def test_all_are_listed_as_they_are_shown(capsys: pytest.CaptureFixture[str]) ->
 def test_engines_are_those_of_a_plan(name: str) -> None:
     """The listed engines are those that run the strategy with latent attention, sparse attention or GQA and experts."""
     if name != "single":
-        found: set[str] = set()
+        result: set[str] = set()
         for model in ("deepseek-v3", "deepseek-v3.2", "qwen3-235b-a22b"):
             scenario, _ = make_scenario(model=model, cluster="h100-nvlink", gpus="8", ctx="8k")
-            found |= set(engines_with(get_strategy(name), scenario))
-        assert set(about(name)["engines"]) == found
+            result |= set(engines_with(get_strategy(name), scenario))
+        assert set(about(name)["engines"]) == result
 
 
 def test_a_hybrid_and_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -53,8 +53,8 @@ def test_a_hybrid_and_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     path.write_text(
         "from dataclasses import replace\nfrom kvrsim.strategies import KVR_S\nS = replace(KVR_S, name='mine')"
     )
-    found = answer(capsys, "strategies", "show", f"{path}:S")
-    assert (found["name"], found["runs_here"], found["engines"], found["docs"]) == ("mine", False, [], None)
+    result = answer(capsys, "strategies", "show", f"{path}:S")
+    assert (result["name"], result["runs_here"], result["engines"], result["docs"]) == ("mine", False, [], None)
 
 
 # `kvrsim models` shows the properties of a model, as text and as JSON.

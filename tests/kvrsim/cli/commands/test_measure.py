@@ -94,15 +94,15 @@ class MadeUpLinks(LinkBench):
     """Made-up links on which messages do not share bandwidth."""
 
     def sample(self, point: LinkPoint) -> Mapping[str, float]:
-        found = point
-        if found.collective:
-            others = (found.num_ranks or 2) - 1
-            step_s = LATENCY_S + found.nbytes / (others + 1) / LINK_BYTES_PER_S
-            return {found.collective: others * step_s * (2 if found.kind == "reduce" else 1)}
-        if found.kind == "issue":
+        result = point
+        if result.collective:
+            others = (result.num_ranks or 2) - 1
+            step_s = LATENCY_S + result.nbytes / (others + 1) / LINK_BYTES_PER_S
+            return {result.collective: others * step_s * (2 if result.kind == "reduce" else 1)}
+        if result.kind == "issue":
             return {"send": 1e-5, "receive": 1e-5}
-        seconds = LATENCY_S + found.nbytes / LINK_BYTES_PER_S
-        return {f"{src}>{dst}": seconds for src, dst in found.flows}
+        seconds = LATENCY_S + result.nbytes / LINK_BYTES_PER_S
+        return {f"{src}>{dst}": seconds for src, dst in result.flows}
 
 
 @pytest.fixture
@@ -146,8 +146,8 @@ def test_all_makes_a_profile_that_predicts_the_machine(
         steps = traffic_of(kvrsim.load_model(config))
         small = 2 * context * (sum(steps.values()) + steps["norm"] - steps["embedding"]) / SMALL_BYTES_PER_S
         expected = 4 * (products + attention + small)
-        found = kvrsim.simulate(strategy="single", gpus=1, ctx=context, model=str(config), profile=str(output))
-        assert found.ttft_s == pytest.approx(expected, rel=0.05)
+        result = kvrsim.simulate(strategy="single", gpus=1, ctx=context, model=str(config), profile=str(output))
+        assert result.ttft_s == pytest.approx(expected, rel=0.05)
 
 
 def test_layers_and_links_of_this_machine(tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,9 +165,9 @@ def test_layers_and_links_of_this_machine(tmp_path: Path, config: Path, capsys: 
     assert set(origin["versions"]) >= {"python", "torch", "transformers"}
     made = answer(capsys, "calibrate", "links", "--ranks", 2, "--max-bytes", "64KiB", "-o", links, *quick)
     assert made["rows"] == len(read_measurements(links)) > 5
-    told = read_origin(links)
-    assert told is not None
-    assert told["topology"] in ("switch", "bus")
+    content = read_origin(links)
+    assert content is not None
+    assert content["topology"] in ("switch", "bus")
     assert {point.kind for point in link_points(2, "gloo", 2**16)} >= {"send", "gather"}
 
 

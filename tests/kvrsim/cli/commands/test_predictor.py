@@ -16,19 +16,19 @@ BUILD = shlex.split("predictor build llama-7b a100-nvlink --gpus 2 --ctx 1k --ba
 def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     """The file of a small predictor."""
     monkeypatch.chdir(tmp_path)
-    told = answer(capsys, *BUILD, "-o", "ttft.json")
-    assert (told["output"], told["strategies"], told["longest_context"]) == ("ttft.json", ["tp"], 1024)
+    content = answer(capsys, *BUILD, "-o", "ttft.json")
+    assert (content["output"], content["strategies"], content["longest_context"]) == ("ttft.json", ["tp"], 1024)
     return "ttft.json"
 
 
 def test_lookup(built: str, capsys: pytest.CaptureFixture[str]) -> None:
     prompt = ("--ctx", "900", "--cached-prefix", "512")
-    told = answer(capsys, "predictor", "lookup", built, *prompt)
-    assert list(told)[:4] == ["ttft_s", "ttft_low_s", "ttft_high_s", "strategy"]
-    assert told["num_gpus"] == 2
-    assert {"model", "cluster", "profile", "engine"} < set(told)
+    content = answer(capsys, "predictor", "lookup", built, *prompt)
+    assert list(content)[:4] == ["ttft_s", "ttft_low_s", "ttft_high_s", "strategy"]
+    assert content["num_gpus"] == 2
+    assert {"model", "cluster", "profile", "engine"} < set(content)
     simulated = answer(capsys, "simulate", "--strategy", "tp", "--gpus", "2", *prompt)
-    assert told["ttft_s"] == pytest.approx(simulated["ttft_s"], rel=0.03)
+    assert content["ttft_s"] == pytest.approx(simulated["ttft_s"], rel=0.03)
     out = screen(capsys, "predictor", "lookup", built, "--ctx", "900", "--batch", "2")
     assert out.startswith("TTFT: tp, ")
     assert "2 GPUs of" in out

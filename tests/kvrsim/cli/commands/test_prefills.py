@@ -45,27 +45,27 @@ def test_a_fitted_profile_plans_and_checks(folder: Path, capsys: pytest.CaptureF
     written = json.loads((folder / "mine.json").read_text("utf-8"))
     assert written["name"] == "mine"
     assert written["engine"]["fit"]["num_rows"] == 4
-    found = answer(capsys, "calibrate", "prefills", "rows.csv", "--profile", "mine.json", "--check")
-    assert found["median_ape"] < 0.05
+    result = answer(capsys, "calibrate", "prefills", "rows.csv", "--profile", "mine.json", "--check")
+    assert result["median_ape"] < 0.05
     assert written["cluster"]["name"] == "h100-nvlink"
     plan = ["plan", "--profile", "mine.json", "--model", "llama-2-7b", "--gpus", "1", "--ctx", "1k"]
     assert answer(capsys, *plan)["best"]["ttft_s"] == pytest.approx(0.047, rel=0.1)
 
 
 def test_the_fit_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, *CHECKED, "rows.csv", "-o", "mine.json", "--name", "ours")
-    assert (found["profile"], found["output"], found["n"]) == ("ours", "mine.json", 4)
-    names = [term["name"] for term in found["terms"]]
+    result = answer(capsys, *CHECKED, "rows.csv", "-o", "mine.json", "--name", "ours")
+    assert (result["profile"], result["output"], result["n"]) == ("ours", "mine.json", 4)
+    names = [term["name"] for term in result["terms"]]
     assert names == ["request_s", "token_s", "layer_s", "kernel_scale", "sustained_share"]
-    assert set(found["terms"][0]) == {"name", "prior", "prior_log_sd", "value", "low", "high", "identified"}
-    assert found["after"]["mape"] < found["before"]["mape"]
-    assert set(found["rows"][0]) == {"case", "measured_s", "before_s", "after_s", "left_out_s"}
+    assert set(result["terms"][0]) == {"name", "prior", "prior_log_sd", "value", "low", "high", "identified"}
+    assert result["after"]["mape"] < result["before"]["mape"]
+    assert set(result["rows"][0]) == {"case", "measured_s", "before_s", "after_s", "left_out_s"}
 
 
 def test_the_check_as_json_has_the_agreed_fields(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = answer(capsys, *CHECKED, "rows.csv", "--check")
-    assert set(found) == {"rows", "n", "median_ape", "mape", "coverage", "warnings"}
-    assert set(found["rows"][0]) == {"case", "measured_s", "predicted_s", "low_s", "high_s", "rel_error"}
+    result = answer(capsys, *CHECKED, "rows.csv", "--check")
+    assert set(result) == {"rows", "n", "median_ape", "mape", "coverage", "warnings"}
+    assert set(result["rows"][0]) == {"case", "measured_s", "predicted_s", "low_s", "high_s", "rel_error"}
 
 
 def test_the_check_leaves_with_0_however_far_off(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,8 @@ QUESTION = "model=llama-7b&cluster=a100-nvlink&gpus=2&ctx=2k&strategies=tsp,kvr-
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with running_server("secret") as found:
-        yield found
+    with running_server("secret") as result:
+        yield result
 
 
 def get(url: str, host: str = "127.0.0.1") -> tuple[int, str]:

@@ -41,8 +41,8 @@ def table(capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_build(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = run(capsys, *BUILD, "-o", "table.json", "--json")
-    told = json.loads(out)
-    assert (told["output"], told["entries"]) == ("table.json", 3)
+    answer_json = json.loads(out)
+    assert (answer_json["output"], answer_json["entries"]) == ("table.json", 3)
     assert "roofline" in err
     content = json.loads(Path("table.json").read_text())
     assert content["schema_version"] == 1
@@ -58,21 +58,21 @@ def test_build(capsys: pytest.CaptureFixture[str]) -> None:
 def test_lookup(table: str, capsys: pytest.CaptureFixture[str]) -> None:
     for ctx, source in (("1k", "exact"), ("700", "interpolated"), ("100", "extrapolated"), ("1m", "extrapolated")):
         out, err = run(capsys, "table", "lookup", table, "--gpus", "2", "--ctx", ctx, "--json")
-        found = json.loads(out)
-        assert found["source"] == source
-        assert (found["num_gpus"], sum(found["partition"])) == (2, found["context_len"])
-        assert sum(found["fractions"]) == pytest.approx(1)
-        assert bool(found["warnings"]) == (source == "extrapolated") == ("note" in err)
+        content = json.loads(out)
+        assert content["source"] == source
+        assert (content["num_gpus"], sum(content["partition"])) == (2, content["context_len"])
+        assert sum(content["fractions"]) == pytest.approx(1)
+        assert bool(content["warnings"]) == (source == "extrapolated") == ("note" in err)
 
 
 def test_simulate_and_plan(table: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--gpus", "2", "--ctx", "700", "--profile", "roofline", "--table", table)
-    found = answer(capsys, "table", "lookup", table, "--gpus", "2", "--ctx", "700")
+    entry = answer(capsys, "table", "lookup", table, "--gpus", "2", "--ctx", "700")
     result = answer(capsys, "simulate", "--strategy", "kvr-p", *arguments)
-    assert (result["strategy"], result["partition"]) == ("kvr-p", found["partition"])
+    assert (result["strategy"], result["partition"]) == ("kvr-p", entry["partition"])
     plan = answer(capsys, "plan", "--strategies", "kvr-s,kvr-p", *arguments)
     assert [row["strategy"] for row in plan["strategies"]] == ["kvr-s", "kvr-p"]
-    assert plan["strategies"][1]["partition"] == found["partition"]
+    assert plan["strategies"][1]["partition"] == entry["partition"]
     assert not any("kvr-p" in warning for warning in plan["warnings"])
     other = ("--gpus", "2", "--ctx", "100", "--model", "llama-13b", "--table", table)
     plan = answer(capsys, "plan", "--strategies", "kvr-p", *other)
@@ -133,8 +133,8 @@ def test_a_time_budget_writes_complete_entries_and_resumes(
     with monkeypatch.context() as patch:
         patch.setattr(build, "draft_of", slow)
         patch.setattr(processes.time, "time", lambda: now)
-        told = answer(capsys, *words)
-    assert (told["entries"], told["left_out"]) == (2, 1)
+        content = answer(capsys, *words)
+    assert (content["entries"], content["left_out"]) == (2, 1)
     assert Path("table.json.partial").exists()
     assert answer(capsys, *words)["left_out"] == 0
     assert Path("table.json").read_bytes() == Path("whole.json").read_bytes()
@@ -194,8 +194,8 @@ def wait_for_the_end_of_its_group(group: int) -> None:
 
 def children(pid: int) -> list[str]:
     """Command lines of the children of a process."""
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [Path(f"/proc/{child}/cmdline").read_text() for child in found if Path(f"/proc/{child}").exists()]
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [Path(f"/proc/{child}/cmdline").read_text() for child in pids if Path(f"/proc/{child}").exists()]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's account of processes")

@@ -86,7 +86,7 @@ def test_memory_and_messages_are_as_planned(num_ranks: int, tmp_path: Path) -> N
     for run in set(workers.PLAIN) - {"kvr", "tsp"}:
         planned = memory_of(scenario, get_strategy(NAMES[run]), even)
         if run == "zigzag":  # engines keep the whole context; these ranks gather it again in each layer
-            assert [num_ranks * kept for kept in sizes[run]] == [rank.kv_cache for rank in planned]
+            assert [num_ranks * nbytes for nbytes in sizes[run]] == [rank.kv_cache for rank in planned]
             continue
         assert sizes[run] == [rank.kv_cache for rank in planned], run
         _check_messages(scenario, run, even, timelines[run])
