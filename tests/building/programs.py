@@ -33,36 +33,36 @@ def small_cluster(rng: random.Random, num_gpus: int) -> Cluster:
 def small_program(rng: random.Random, num_ranks: int, num_rows: int) -> Program:
     """A program with one or two kinds of layers in a period, which may repeat.
 
-    Messages overlap, leave in turn, or hold the streams; in half of the programs, hosts issue operations.
+    Messages overlap, leave in turn, or hold the streams. In half of the programs, some hosts delay their devices.
     """
     style = rng.choice(["overlap", "in turn", "rendezvous"])
     exchanges = rng.choice(_EXCHANGES[: 2 if style == "in turn" else None])
-    has_hosts, overlaps, share = rng.random() < 0.5, rng.random() < 0.7, rng.choice([0.0, 0.5])
-    ranks = range(num_ranks)
+    overlaps, share, ranks = rng.random() < 0.7, rng.choice([0.0, 0.5]), range(num_ranks)
+    slowest_s = rng.choice([[0] * num_ranks, rng.choices([0, 1, 4], k=num_ranks)])  # longest host time, by rank
 
     def seconds(*shape: int) -> Array:
         return np.array(rng.choices(range(5), k=int(np.prod(shape)) * num_rows), dtype=float).reshape(*shape, num_rows)
 
-    def host_s() -> float:
-        return float(rng.randint(0, 3)) if has_hosts else 0.0
+    def host_s(rank: int) -> float:
+        return float(rng.randint(0, slowest_s[rank]))
 
     def work() -> list[list[Op]]:
         number = rng.choice([1, 1, 9])
         return [
-            [Compute(name="work", device_s=seconds(), host_s=host_s()) for _ in range(rng.randint(0, number))]
-            for _ in ranks
+            [Compute(name="work", device_s=seconds(), host_s=host_s(rank)) for _ in range(rng.randint(0, number))]
+            for rank in ranks
         ]
 
-    collectives: dict[str, Callable[[], Op]] = {
-        "gather": lambda: AllGather(nbytes=seconds(), host_s=host_s()),
-        "groups": lambda: AllGather(nbytes=seconds(), host_s=host_s(), among=2 if num_ranks == 4 else None),
-        "exchange": lambda: AllToAll(nbytes=seconds(num_ranks - 1), host_s=host_s()),
-        "collective": lambda: Collective(name="sum", seconds=seconds(), nbytes=np.ones(1), host_s=host_s()),
-        "ring": lambda: RingPass(
+    collectives: dict[str, Callable[[int], Op]] = {
+        "gather": lambda rank: AllGather(nbytes=seconds(), host_s=host_s(rank)),
+        "groups": lambda rank: AllGather(nbytes=seconds(), host_s=host_s(rank), among=2 if num_ranks == 4 else None),
+        "exchange": lambda rank: AllToAll(nbytes=seconds(num_ranks - 1), host_s=host_s(rank)),
+        "collective": lambda rank: Collective(name="sum", seconds=seconds(), nbytes=np.ones(1), host_s=host_s(rank)),
+        "ring": lambda rank: RingPass(
             name="work",
             device_s=seconds(num_ranks),
             nbytes=seconds(num_ranks - 1),
-            host_s=tuple(host_s() for _ in ranks),
+            host_s=tuple(host_s(rank) for _ in ranks),
             overlaps=overlaps,
             message_share=share,
         ),
@@ -75,18 +75,24 @@ def small_program(rng: random.Random, num_ranks: int, num_rows: int) -> Program:
             if name == "message":
                 dst = (rank + rng.randint(1, num_ranks - 1)) % num_ranks
                 holds, in_turn = style == "rendezvous", style == "in turn"
-                ops[rank].append(Send(dst=dst, nbytes=seconds(), host_s=host_s(), rendezvous=holds, in_turn=in_turn))
-                ops[dst].append(Recv(src=rank, host_s=host_s(), rendezvous=holds))
+                ops[rank].append(
+                    Send(dst=dst, nbytes=seconds(), host_s=host_s(rank), rendezvous=holds, in_turn=in_turn)
+                )
+                ops[dst].append(Recv(src=rank, host_s=host_s(dst), rendezvous=holds))
             elif name == "load":
                 load_s = np.array([float(rng.randint(0, 9))])
                 ops[rank].append(Load(name="host", nbytes=np.ones(1), seconds=load_s, latency_s=1.0, ahead=overlaps))
-            for own, more in zip(ops, work(), strict=True):
-                own.extend([collectives[name](), *more] if name in collectives else more)
+            for rank, (own, more) in enumerate(zip(ops, work(), strict=True)):
+                own.extend([collectives[name](rank), *more] if name in collectives else more)
         return tuple(map(tuple, ops))
 
     kinds = [block(rng.choices(exchanges, k=rng.randint(1, 3))) for _ in range(rng.randint(1, 2))]
     period = tuple(rng.choices(range(len(kinds)), k=rng.randint(1, 3)))
-    times = rng.choice([1, 2, 9])
+    prologue, slowest_s = block([]), [40 * one for one in slowest_s]  # hosts that lead in the layers may then be late
     return Program(
-        strategy="small", prologue=block([]), layers=tuple(kinds), layer_kind_index=period * times, epilogue=block([])
+        strategy="small",
+        prologue=prologue,
+        layers=tuple(kinds),
+        layer_kind_index=period * rng.choice([1, 2, 9]),
+        epilogue=block([]),
     )

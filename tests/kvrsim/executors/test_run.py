@@ -10,8 +10,10 @@ import pytest
 
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
+from kvrsim.errors import InputError
 from kvrsim.executors.batch import BatchEvaluator, run_batch
-from kvrsim.executors.run import Runner, finish_s, ttft_s
+from kvrsim.executors.event import EventSimulation
+from kvrsim.executors.run import Runner, check_executor, finish_s, ttft_s
 from kvrsim.hardware import load_cluster
 from kvrsim.program import AllGather, Compute, Op, Program
 from kvrsim.strategies import STRATEGIES, get_strategy
@@ -72,7 +74,8 @@ def test_layers_are_run_until_they_advance_alike(
     )
     none: tuple[tuple[Op, ...], ...] = ((),) * len(layer)
     program = Program(strategy="test", prologue=none, layers=(layer,), layer_kind_index=(0,) * 49, epilogue=none)
-    run_batch(program, load_cluster(num_gpus=len(layer)).with_link(bandwidth_bytes_per_s=1.0, latency_s=0.0))
+    cluster = load_cluster(num_gpus=len(layer)).with_link(bandwidth_bytes_per_s=1.0, latency_s=0.0)
+    assert run_batch(program, cluster)[:, 0].tolist() == list(EventSimulation(program, cluster).finish_s)
     assert len(calls) == 2 * cycle + 3, "prologue, layers, epilogue"
 
 
@@ -87,3 +90,12 @@ def test_blocks_hold_all_partitions() -> None:
     times_s = ttft_s(scenario, STRATEGIES["kvr-s"], rows)
     assert times_s.shape == (len(rows),)
     assert (times_s[:3] == [ttft_s(scenario, STRATEGIES["kvr-s"], row[None])[0] for row in rows[:3]]).all()
+
+
+def test_the_executor_of_a_request() -> None:
+    assert [check_executor(None, records=records) for records in (False, True)] == ["batch", "event"]
+    assert [check_executor("event", records=records) for records in (False, True)] == ["event", "event"]
+    assert check_executor("batch", records=False) == "batch"
+    for name, records in (("batch", True), ("chain", False)):
+        with pytest.raises(InputError, match="executor"):
+            check_executor(name, records=records)
