@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from kvrsim.arguments import SearchArgs, TargetArgs
+from kvrsim.arguments import OnProgress, SearchArgs, TargetArgs
 from kvrsim.notes import note
 from kvrsim.program import AllGather, AllToAll, Op, Program, RingPass
 from kvrsim.results.question import Question
@@ -130,7 +130,7 @@ class Ranking:
                 search.candidate(scenario, strategy)
         by_name, unsearched = search_all(scenario, compared, search)
         candidates = tuple(by_name.values())
-        noisy = _under_noise(candidates, disturbance)
+        noisy = _under_noise(candidates, disturbance, search.on_progress)
         return cls(scenario=scenario, candidates=candidates, unsearched=unsearched, engine=search.engine, noisy=noisy)
 
     @cached_property
@@ -328,14 +328,17 @@ def _question(
     return Question.of(scenario, seed=disturbance.seed, **options, **noise)
 
 
-def _under_noise(candidates: Sequence[Candidate], disturbance: Disturbance | None) -> dict[str, Distribution]:
+def _under_noise(
+    candidates: Sequence[Candidate], disturbance: Disturbance | None, on_progress: OnProgress | None
+) -> dict[str, Distribution]:
     if disturbance is None:
         return {}
     from planner.processes import Pool
 
     pool = disturbance.pool or Pool()
     work = [(one, replace(disturbance, pool=None)) for one in candidates]
-    return {one.strategy.name: noisy for one, noisy in zip(candidates, pool.ordered(_distribution, work), strict=True)}
+    each = pool.ordered(_distribution, work, "strategies under noise", on_progress)
+    return {one.strategy.name: noisy for one, noisy in zip(candidates, each, strict=True)}
 
 
 def _distribution(one: Candidate, disturbance: Disturbance) -> Distribution:

@@ -55,7 +55,7 @@ def run_simulation(
     finish_s, spans, noisy, table = candidate.finish_s, None, None, None
     if disturbance is not None:
         disturbance.check_length(candidate.ttft_s, per_rank.cluster.num_gpus)
-        noisy = disturbance.distribution(per_rank, own, partition, candidate.ttft_s)
+        noisy = disturbance.distribution(per_rank, own, partition, candidate.ttft_s, on_progress=search.on_progress)
     if kind == "event":
         run = run_partition(per_rank, own, partition, executor=kind, timeline=records, draw=draw)
         finish_s, spans = run.finish_s, run.timeline

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
 from kvrsim.noise import Distribution, Noise, NoiseDraw, SideTraffic, parse_noise
+from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.values import dataclass
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SAMPLES, MAX_SAMPLES = 200, 100_000
 FIRST_PLAN_SAMPLE = 10_000  # first sample of a plan, so that its samples differ from those of `simulate`
+_MOST_FACTORS = 55e6  # largest number of factors of jitter that are stored at a time, 8 bytes each
 _MOST_SLOTS = 2.0**24  # largest number of time slots of all samples, GPUs and links, 24 bytes each
 
 
@@ -57,16 +60,29 @@ class Disturbance:
         return NoiseDraw(self.noise, scenario.cluster.num_gpus, seed=self.seed) if self.noise.is_random else None
 
     def distribution(
-        self, scenario: Scenario, strategy: Strategy, partition: Partition, quiet_s: float, *, first: int = 0
+        self,
+        scenario: Scenario,
+        strategy: Strategy,
+        partition: Partition,
+        quiet_s: float,
+        *,
+        first: int = 0,
+        on_progress: OnProgress | None = None,
     ) -> Distribution:
         """TTFTs of all samples, numbered from `first`; `quiet_s`: TTFT without the random part. scenario: per rank."""
         if not self.noise.is_random:
             return Distribution.of([quiet_s], quiet_s=quiet_s, seed=self.seed)
         num_gpus = scenario.cluster.num_gpus
         self.check_length(quiet_s, num_gpus)
-        draw = NoiseDraw(self.noise, num_gpus, seed=self.seed, samples=range(first, first + self.num_samples))
-        samples_s = ttft_s(scenario, strategy, np.array([partition.chunk_lens]), draw=draw)[0]
-        return Distribution.of(samples_s, quiet_s=quiet_s, seed=self.seed)
+        samples = range(first, first + self.num_samples)
+        step = max(1, int(_MOST_FACTORS / _factors(scenario, num_gpus)))
+        parts = list[Array]()
+        for done in range(0, len(samples), step):
+            if on_progress is not None:
+                on_progress(done, len(samples), f"{strategy.name}: samples of noise")
+            draw = NoiseDraw(self.noise, num_gpus, seed=self.seed, samples=samples[done : done + step])
+            parts.append(ttft_s(scenario, strategy, np.array([partition.chunk_lens]), draw=draw)[0])
+        return Distribution.of(np.concatenate(parts).tolist(), quiet_s=quiet_s, seed=self.seed)
 
     def check_length(self, quiet_s: float, num_gpus: int) -> None:
         """Raise InputError if the slots of side traffic do not fit in memory; quiet_s: TTFT without noise, seconds.
@@ -82,6 +98,11 @@ class Disturbance:
         if longest_s / traffic.dwell_s * places > _MOST_SLOTS:
             least_s = 1.005 * longest_s * places / _MOST_SLOTS
             raise InputError("noise dwell", f"{traffic.dwell_s:g}s", f"at least {least_s:.3g}s, or fewer `samples`")
+
+
+def _factors(scenario: Scenario, num_gpus: int) -> int:
+    """Largest number of factors of jitter per sample: a ring's, for computations and for messages."""
+    return 2 * num_gpus * max(512, num_gpus * scenario.share.num_hidden_layers)
 
 
 def _expected_slowdown(traffic: SideTraffic, num_gpus: int) -> float:

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 
 from kvrsim.builder import make_scenario
-from kvrsim.noise import parse_noise
+from kvrsim.noise import Distribution, parse_noise
 from kvrsim.strategies import STRATEGIES
+from planner.candidates import Search
 from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator
 from planner.search.search import search
@@ -28,6 +29,24 @@ def test_a_slow_gpu_gets_less_and_costs_less(slow: int) -> None:
     assert aware.ttft_s < 0.9 * unaware_s
     # With a slow GPU, no plan is as fast as on equal GPUs.
     assert clean.ttft_s < aware.ttft_s
+
+
+@pytest.mark.parametrize("topology", ["switch", "bus"])
+def test_samples_in_blocks_are_those_of_one_block(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks bound the memory and let the progress be reported."""
+    scenario, _ = make_scenario(ctx=1024, gpus=2, topology=topology)
+    candidate = Search().candidate(scenario, KVR)
+    disturbance = Disturbance(noise=parse_noise("jitter:0.1"), num_samples=20)
+
+    def distribution(reports: list[float]) -> Distribution:
+        own = candidate.per_rank, KVR, candidate.partition, candidate.ttft_s
+        return disturbance.distribution(*own, on_progress=lambda done, total, text: reports.append(done))
+
+    whole, blocks = list[float](), list[float]()
+    expected = distribution(whole)
+    monkeypatch.setattr("planner.uncertainty.noise._MOST_FACTORS", 8 * 2048)
+    assert distribution(blocks) == expected
+    assert (whole, blocks) == ([0], [0, 8, 16])
 
 
 @pytest.mark.slow
