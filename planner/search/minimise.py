@@ -45,6 +45,11 @@ class Evaluator:
         self.runner = Runner(self.scenario, self.strategy)
 
     @property
+    def is_fast(self) -> bool:
+        """Whether a recurrence computes thousands of partitions in a few milliseconds."""
+        return self.runner.chain is not None
+
+    @property
     def is_spent(self) -> bool:
         """Whether the allowance is used up."""
         return self.allowance is not None and self.allowance.left_s <= 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from dataclasses import field
 
@@ -84,11 +85,11 @@ def search(
         raise InputError("stride", step, f"a whole number from 1 to {most}")
     begin_s = time.perf_counter()
     evaluator = Evaluator(scenario, strategy, on_progress, allowance=allowance)
-    if scenario.cluster.shares_bandwidth and method == "auto":
-        from planner.search.bus import most_on_a_bus  # not imported at every start
+    if method == "auto" and not evaluator.is_fast:
+        from planner.search.descents import most_on_a_bus  # not imported at every start
 
-        evaluator.most = most_on_a_bus(scenario, strategy)
-        step = stride or 1  # the search on a bus begins with coarse steps
+        step = stride or 1  # descents begin with coarse steps
+        evaluator.most = most_on_a_bus(scenario, strategy) if scenario.cluster.shares_bandwidth else None
     run = _Search(scenario, strategy, evaluator, step)
     if strategy.near_chain and method == "auto" and num_ranks > 1:
         warm_start = warm_start or search(scenario, chain_like(strategy), stride=stride, allowance=allowance).partition
@@ -148,29 +149,40 @@ class _Search:
         if method == "analytical":
             seed = rounded(balanced_chunks(self.scenario, self.chain), self.stride, self.tokens)
             return seed, float(self._evaluate(seed[None])[0]), "analytical"
-        if self.scenario.cluster.shares_bandwidth:
-            return (*self._on_a_bus(), "auto")
-        return (*self._refined_from(self._seeds()), "auto")
+        if self.evaluator.is_fast:
+            return (*self._refined_from(self._seeds()), "auto")
+        return (*self._descended(), "auto")
 
-    def _on_a_bus(self) -> tuple[Row, float]:
-        from planner.search.bus import BusSearch
+    def _descended(self) -> tuple[Row, float]:
+        from planner.search.descents import Descents
 
-        assert self.evaluator.most is not None
+        is_bus = self.scenario.cluster.shares_bandwidth
+        seeds = self._plans_on_own_links() if is_bus else list(self._seeds())
+        plans = [chunks_between(seed, self.tokens).astype(float) for seed in seeds]
+        descents = Descents(
+            self.scenario,
+            self.chain if is_bus else chain_like(self.strategy),  # balanced chunks in query blocks take long
+            self.stride,
+            self._evaluate,
+            self.evaluator.most or sys.maxsize,
+            plans,
+            wide=self.warm_start is None or not is_bus,
+        )
+        best = descents.run()
+        self.was_limited = descents.was_limited
+        return best
+
+    def _plans_on_own_links(self) -> list[Row]:
+        """Boundaries of the best partitions on links of each rank's own, and the warm start."""
         # The bandwidth of a flow is between 1 / (p - 1) of the bus and all of it; plans for both bandwidths are seeds.
-        bandwidth_bytes_per_s, plans = self.scenario.cluster.link.bandwidth_bytes_per_s, []
+        bandwidth_bytes_per_s, plans = self.scenario.cluster.link.bandwidth_bytes_per_s, list[Row]()
         step = max(default_stride(self.tokens, self.num_ranks), self.stride)
         for flows in sorted({1, self.num_ranks - 1}):
             own = self.scenario.with_own_links(bandwidth_bytes_per_s / flows)
             run = _Search(own, self.chain, Evaluator(own, self.chain), step)
-            boundaries, _ = run._refined(run._seeds(), _ROUNDS_ON_OWN_LINKS)
-            plans.append(chunks_between(boundaries, self.tokens).astype(float))
-        if self.warm_start is not None:
-            plans.append(chunks_between(self.warm_start, self.tokens).astype(float))
-        wide = self.warm_start is None
-        bus = BusSearch(self.scenario, self.chain, self.stride, self._evaluate, self.evaluator.most, plans, wide=wide)
-        best = bus.run()
-        self.was_limited = bus.was_limited
-        return best
+            is_fast = run.evaluator.is_fast
+            plans.append((run._refined(run._seeds(), _ROUNDS_ON_OWN_LINKS) if is_fast else run._descended())[0])
+        return plans if self.warm_start is None else [*plans, self.warm_start]
 
     def _refined_from(self, seeds: Boundaries) -> tuple[Row, float]:
         """Refine the best seed, then partitions between walls of the bound and scattered ones, if nearly as fast.
@@ -178,18 +190,15 @@ class _Search:
         With few layers, the best partition may be far from the balanced one.
         """
         rounds = max(4, 600 // self.num_ranks)
-        is_proven = self.strategy.chains and self.scenario.chain_is_proven
-        if self.num_ranks > _MOST_SCATTERED_RANKS and self.warm_start is None and is_proven:
+        if self.warm_start is not None:
+            return self._refined(seeds, rounds)
+        if self.num_ranks > _MOST_SCATTERED_RANKS:
             return self._refined_with_walls(seeds)
         best, best_s = self._refined(seeds, rounds)
-        walls: list[Row] = []
-        if self.num_ranks > _MOST_SCATTERED_RANKS or self.warm_start is not None:
+        walls = self._walls(best, best_s)
+        assert self.lower_bound_s is not None
+        if best_s <= self.lower_bound_s * _PROVEN:
             return best, best_s
-        if is_proven:
-            walls = self._walls(best, best_s)
-            assert self.lower_bound_s is not None
-            if best_s <= self.lower_bound_s * _PROVEN:
-                return best, best_s
         scattered = unique_rows([*walls, *self._scattered()])
         scattered_s = self._evaluate(scattered, _NEAR * best_s)
         for index in apart(scattered, scattered_s, self.tokens, _SCATTERED_TRIED):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,44 +120,6 @@ def test_mistakes_name_the_argument(about: Any, gpus: int, asked: Any, parameter
     with pytest.raises(InputError) as caught:
         search(scenario.on_gpus(gpus), KVR, **asked)
     assert caught.value.parameter == parameter
-
-
-@pytest.mark.slow
-@given(rng=draws())
-@examples(8)
-def test_on_a_bus(rng: Draws) -> None:
-    """The result is not worse than random partitions or than single tokens on all but one GPU."""
-    scenario = any_scenario(rng, num_gpus=(2, 4), topologies=("bus",), decades=(6, 10), layers=(1, 2))
-    tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
-    found = search(scenario, KVR)
-    evaluator = Evaluator(scenario, KVR)
-    assert found.ttft_s <= evaluator.ttft_s(random_partitions(rng, scenario, 50)).min() * CLOSE
-    last_alone = (1,) * (ranks - 1) + (tokens - ranks + 1,)
-    assert found.ttft_s <= evaluator.one(last_alone) * CLOSE
-    own = replace(scenario, cluster=replace(scenario.cluster, topology="switch"))
-    plan = search(own, KVR).partition.chunk_lens
-    assert found.ttft_s <= evaluator.one(plan) * CLOSE
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, 9])
-def test_a_search_on_a_bus_keeps_to_its_limit_and_says_so(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("planner.search.bus._WORK", 0)
-    monkeypatch.setattr("planner.search.bus._LEAST", 60)
-    texts: list[str] = []
-    plan = kvrsim.plan(
-        ctx=512,
-        gpus=ranks,
-        topology="bus",
-        strategies=["kvr-e", "kvr-s"],
-        on_progress=lambda done, total, text: texts.append(text),
-    )
-    assert any("of at most 60" in text for text in texts)
-    assert plan.search.evaluations <= 60
-    assert plan.search.limit == 60
-    assert [note for note in plan.warnings if "kvr-s" in note and "60 partitions" in note]
-    ttft_s = {result.strategy: result.ttft_s for result in plan.strategies}
-    assert ttft_s["kvr-s"] <= ttft_s["kvr-e"]
 
 
 @pytest.mark.parametrize("name", ["kvr-b", "kvr-direct"])

@@ -1,7 +1,9 @@
-"""The best partition where flows share one bandwidth: many seeds, and parallel descents from the best of them.
+"""Parallel descents from many seeds: the search for programs that take long to simulate and have no tight bound.
 
-Fewer bytes cross the bus if later ranks have more of the context. In the best partition, nearly all of it may be on the
-last rank, or some ranks may be idle with a single token each. There is no bound here, so the seeds are spread widely.
+On a bus, fewer bytes cross it if later ranks have more of the context. In the best partition, nearly all of it may be
+on the last rank, or some ranks may be idle with a single token each. Ranks that exchange tokens for their experts, or
+send to all later ranks, have many local optima. So the seeds are spread widely. Elsewhere than on a bus, a round
+simulates a random part of its moves: many moves gain about as much as the best one.
 """
 
 from __future__ import annotations
@@ -30,17 +32,23 @@ from planner.search.minimise import (
 )
 
 _WORK, _LEAST = 8_000_000, 400  # most messages in all simulated partitions of a search; least number of partitions
-_DESCENTS = 3
+_DESCENTS, _DESCENTS_ON_A_BUS = 5, 3  # most descents
 _BEHIND = ((5, 1.01), (3, 1.1))  # (round, factor): from this round on, a descent ends if slower than factor x best
-_ROUNDS, _IDLE_ROUNDS = 60, 2  # most rounds; rounds without a gain at the smallest steps, after which a descent ends
-_STEPS = 12  # number of steps (powers of two) per round, for all descents together
+_ROUNDS, _ROUNDS_TIMES_RANKS = 60, 1920  # most rounds, and fewer if there are many ranks
+_IDLE_ROUNDS = 2  # rounds without a gain at the smallest steps, after which a descent ends
+_STEPS, _FEW_STEPS = (
+    12,
+    4,
+)  # numbers of steps (powers of two) per round: for all descents on a bus; per descent elsewhere
+_MOVES = 400  # most moves per round and descent, elsewhere than on a bus
+_LONGER = 2  # the first step of the next round is the last move, doubled this many times
 _HELPED = 8  # improving moves of a round whose sums the next round tries
 _RATIOS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0)  # ratios of each chunk to the previous one
 _SPLITS = (0.1, 0.25, 0.5, 0.75, 0.9)  # shares of the context on the first of two ranks
 _SCATTERED = 40  # number of random seeds of each kind
 _TOGETHER = 32  # moves of all boundaries together, per round
 _PLACES = 8  # most ranks on which seeds concentrate the context, alone or in pairs
-_BETTER = 1e-5  # a move must gain this share of TTFT
+_BETTER, _BETTER_BY_PART = 1e-5, 3e-5  # least gain of a move, as a share of TTFT: on a bus; elsewhere
 
 
 def most_on_a_bus(scenario: Scenario, strategy: Strategy) -> int:
@@ -62,9 +70,11 @@ class _Descent:
     step: int  # largest step of the next round
     also: Boundaries  # candidates from the moves that improved TTFT in the last round
     idle: int = 0  # number of rounds without a gain at the smallest steps
+    is_part: bool = False  # whether the last round simulated a part of its moves
+    needs_all: bool = False  # whether the next round simulates all moves, because a part of them gained nothing
 
 
-class BusSearch:
+class Descents:
     """A search over boundaries that are multiples of the stride; `most`: largest number of simulated partitions.
 
     chain: strategy whose balanced chunks are seeds. plans: chunks of more seeds. wide: whether to add many other seeds.
@@ -84,6 +94,8 @@ class BusSearch:
         self.scenario, self.chain, self.stride, self.evaluate = scenario, chain, stride, evaluate
         self.tokens, self.num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
         self.left, self.plans, self.wide = most, plans, wide
+        self.is_bus, self.groups = scenario.cluster.shares_bandwidth, groups(self.num_ranks - 1)
+        self.better = _BETTER if self.is_bus else _BETTER_BY_PART
         self.was_limited = False  # whether the limit left some partitions untried
         self.rng = np.random.default_rng(0)
         self.first_step = first_step(self.tokens, 8, stride)
@@ -94,9 +106,10 @@ class BusSearch:
         seeds = unique_rows([rounded(plan, self.stride, self.tokens) for plan in self._plans()])
         seeds = np.concatenate([even[None], self._within(seeds, self.left // 2 - 1)])
         seeds_s = self._evaluated(seeds)
+        number = 1 if not self.wide else _DESCENTS_ON_A_BUS if self.is_bus else _DESCENTS
         descents = [
             _Descent(seeds[index], float(seeds_s[index]), self.first_step, seeds[:0])
-            for index in apart(seeds, seeds_s, self.tokens, _DESCENTS if self.wide else 1)
+            for index in apart(seeds, seeds_s, self.tokens, number)
         ]
         best = self._descended(descents)
         return best.best, best.best_s
@@ -104,7 +117,7 @@ class BusSearch:
     def _descended(self, descents: list[_Descent]) -> _Descent:
         """Run the descents to their ends; return the best."""
         alive = descents
-        for number in range(_ROUNDS):
+        for number in range(max(4, min(_ROUNDS, _ROUNDS_TIMES_RANKS // self.num_ranks))):
             best_s = min(one.best_s for one in descents)
             behind = next((factor for first, factor in _BEHIND if number >= first), np.inf)
             alive = [one for one in alive if one.idle < _IDLE_ROUNDS and one.best_s <= behind * best_s]
@@ -114,49 +127,51 @@ class BusSearch:
 
     def _round(self, descents: list[_Descent]) -> bool:
         """Run one round of each descent; return False if no more partitions may be simulated."""
-        steps = [self._steps(one, _STEPS // len(descents) if self.wide else _STEPS // 2) for one in descents]
+        most = _FEW_STEPS if not self.is_bus else _STEPS // len(descents) if self.wide else _STEPS // 2
+        steps = [[one.step >> power for power in range(most) if one.step >> power >= self.stride] for one in descents]
         candidates = [self._around(one, own) for one, own in zip(descents, steps, strict=True)]
         room = self.left // len(descents)
         if room < 1:
             self.was_limited = True
             return False
         candidates = [self._within(rows, room) for rows in candidates]
-        found_s = self._evaluated(np.concatenate(candidates))
+        times_s = self._evaluated(np.concatenate(candidates))
         first = 0
         for one, own, rows in zip(descents, steps, candidates, strict=True):
-            self._take(one, own, rows, found_s[first : first + len(rows)])
+            self._take(one, own, rows, times_s[first : first + len(rows)])
             first += len(rows)
         return True
 
-    def _steps(self, one: _Descent, most: int) -> list[int]:
-        """Steps of a round, in descending order from the largest useful one."""
-        return [one.step >> power for power in range(most) if one.step >> power >= self.stride]
-
-    def _take(self, one: _Descent, steps: list[int], rows: Boundaries, found_s: Array) -> None:
+    def _take(self, one: _Descent, steps: list[int], rows: Boundaries, times_s: Array) -> None:
         """Move to the best candidate, and keep other good moves for the next round; without gain, reduce the steps."""
-        order = np.argsort(found_s, kind="stable")[:_HELPED]
-        order = order[found_s[order] < one.best_s * (1.0 - _BETTER)]
-        one.also = rows[:0]
+        order = np.argsort(times_s, kind="stable")[:_HELPED]
+        order = order[times_s[order] < one.best_s * (1.0 - self.better)]
+        one.also, one.needs_all = rows[:0], one.is_part and not len(order)
+        if one.needs_all:
+            return
         if not len(order):
-            smallest = steps[-1] == self.stride
-            one.step, one.idle = (steps[0], one.idle + 1) if smallest else (steps[-1] // 2, 0)
+            is_smallest = steps[-1] == self.stride
+            one.step, one.idle = (steps[0], one.idle + 1) if is_smallest else (steps[-1] // 2, one.idle)
             return
         moves = rows[order] - one.best
         one.also = one.best + np.concatenate([np.cumsum(moves, axis=0)[1:], moves[:1] * np.array([[2], [3], [5]])])
-        moved = int(np.abs(moves[0]).max()) // self.stride * self.stride
-        one.step = min(self.first_step, max(steps[0], self.stride << max(1, moved // self.stride).bit_length()))
-        one.best, one.best_s, one.idle = rows[order[0]], float(found_s[order[0]]), 0
+        one.also = one.also[valid(one.also, self.tokens)]
+        strides = max(1, int(np.abs(moves[0]).max()) // self.stride)
+        one.step = min(self.first_step, self.stride << max(_LONGER, strides.bit_length() - 1 + _LONGER))
+        one.best, one.best_s, one.idle = rows[order[0]], float(times_s[order[0]]), 0
 
     def _around(self, one: _Descent, steps: list[int]) -> Boundaries:
         """Candidates: groups moved by the steps, random moves of all boundaries, sums of the last moves, idle ranks."""
         count = len(one.best)
-        moves = np.concatenate([step * groups(count) for step in steps])
+        moves = np.concatenate([step * self.groups for step in steps])
         lengths = steps[0] * 4.0 ** self.rng.uniform(-len(steps) / 2, 0.5, size=(_TOGETHER, 1))
         together = self.rng.normal(size=(_TOGETHER, count)) * lengths / self.stride
         rows = one.best + np.concatenate([moves, -moves, np.round(together).astype(np.int64) * self.stride])
-        rows = np.concatenate([rows, one.also])
         rows = np.concatenate([rows[valid(rows, self.tokens)], self._with_idle_ranks(one.best)])
-        return unique_rows(rows) if len(rows) else rows
+        one.is_part = len(rows) > _MOVES and not one.needs_all and not self.is_bus
+        if one.is_part:
+            rows = rows[self.rng.choice(len(rows), _MOVES, replace=False)]
+        return np.concatenate([one.also, rows])
 
     def _with_idle_ranks(self, boundaries: Row) -> Boundaries:
         """Partitions where one rank has the smallest chunk, and its other tokens go to a neighbour or the last rank."""

@@ -1,0 +1,71 @@
+"""Parallel descents are within 0.1 % of the best of random partitions, and keep to their limit on a bus."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+
+import kvrsim
+from kvrsim.builder import make_scenario
+from kvrsim.strategies import STRATEGIES, get_strategy
+from planner.candidates import per_rank_scenario
+from planner.search.minimise import Evaluator
+from planner.search.search import search
+from tests.building import Draws, any_scenario, draws, examples
+from tests.planner.search.test_search import CLOSE, random_partitions
+
+KVR = STRATEGIES["kvr-s"]
+
+
+@given(rng=draws())
+@examples(3)
+def test_ranks_that_exchange_tokens(rng: Draws) -> None:
+    """The result is not worse than random partitions, than KVR's chunks for a dense model, or than its neighbours."""
+    gpus, name = rng.choice((2, 4)), rng.choice(("kvr-s", "kvr-direct"))
+    asked, strategy = {"gpus": gpus, "ctx": rng.randint(512, 16384), "cluster": "h100-nvlink"}, get_strategy(name)
+    scenario = per_rank_scenario(make_scenario(model="qwen3-235b-a22b", **asked)[0], strategy)
+    found, evaluator = search(scenario, strategy), Evaluator(scenario, strategy)
+    assert not evaluator.is_fast
+    assert found.ttft_s <= evaluator.ttft_s(random_partitions(rng, scenario, 50)).min() * CLOSE
+    dense = search(make_scenario(model="llama-3-8b", **asked)[0], KVR).partition.chunk_lens
+    assert found.ttft_s <= evaluator.one(dense) * CLOSE
+
+
+@pytest.mark.slow
+@given(rng=draws())
+@examples(8)
+def test_on_a_bus(rng: Draws) -> None:
+    """The result is not worse than random partitions or than single tokens on all but one GPU."""
+    scenario = any_scenario(rng, num_gpus=(2, 4), topologies=("bus",), decades=(6, 10), layers=(1, 2))
+    tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+    found = search(scenario, KVR)
+    evaluator = Evaluator(scenario, KVR)
+    assert found.ttft_s <= evaluator.ttft_s(random_partitions(rng, scenario, 50)).min() * CLOSE
+    last_alone = (1,) * (ranks - 1) + (tokens - ranks + 1,)
+    assert found.ttft_s <= evaluator.one(last_alone) * CLOSE
+    own = replace(scenario, cluster=replace(scenario.cluster, topology="switch"))
+    plan = search(own, KVR).partition.chunk_lens
+    assert found.ttft_s <= evaluator.one(plan) * CLOSE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [3, 9])
+def test_a_search_on_a_bus_keeps_to_its_limit_and_says_so(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("planner.search.descents._WORK", 0)
+    monkeypatch.setattr("planner.search.descents._LEAST", 60)
+    texts: list[str] = []
+    plan = kvrsim.plan(
+        ctx=512,
+        gpus=ranks,
+        topology="bus",
+        strategies=["kvr-e", "kvr-s"],
+        on_progress=lambda done, total, text: texts.append(text),
+    )
+    assert any("of at most 60" in text for text in texts)
+    assert plan.search.evaluations <= 60
+    assert plan.search.limit == 60
+    assert [note for note in plan.warnings if "kvr-s" in note and "60 partitions" in note]
+    ttft_s = {result.strategy: result.ttft_s for result in plan.strategies}
+    assert ttft_s["kvr-s"] <= ttft_s["kvr-e"]
