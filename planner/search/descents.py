@@ -189,7 +189,7 @@ class Descents:
         """Chunks of the seeds. Idle ranks have 0 tokens here; rounding gives them one."""
         yield from self.plans
         ranks, counts = np.arange(self.num_ranks), _spread(1, self.num_ranks)
-        for used in counts:
+        for used in counts if self.is_bus else ():
             yield np.append(np.zeros(self.num_ranks - used), self._balanced(used))
         if not self.wide:
             return

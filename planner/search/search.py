@@ -161,7 +161,7 @@ class _Search:
         plans = [chunks_between(seed, self.tokens).astype(float) for seed in seeds]
         descents = Descents(
             self.scenario,
-            self.chain if is_bus else chain_like(self.strategy),  # balanced chunks in query blocks take long
+            self.chain,
             self.stride,
             self._evaluate,
             self.evaluator.most or sys.maxsize,
