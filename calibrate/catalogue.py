@@ -99,7 +99,7 @@ class Symbol(int):
 
 
 class _Numbers(type):
-    """Metaclass of which all whole numbers, symbols included, are instances."""
+    """Metaclass that makes isinstance true for all whole numbers, symbols included."""
 
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, int)
@@ -364,9 +364,9 @@ class Kind:
 def _numbers(
     usual: Mapping[str, int], structure: Set[str], changed: Set[str], draw: random.Random
 ) -> Iterator[dict[str, int]]:
-    """Yield numbers to try: first all of them times random factors, then each that has not changed yet, doubled.
+    """Yield numbers to try: first all numbers times random factors, then each unchanged number times two.
 
-    A doubled number comes with half or twice another one, since classes refuse some numbers alone.
+    Together with the doubled number, another one is halved or doubled, because a class may refuse the first change.
     """
     for attempt in range(24):
         choices = ((2,), (1,) * 9 + (2,), (1, 2), (1,) * 9 + (3,), (1, 1, 2, 3), (1, 1, 1, 2))[attempt % 6]

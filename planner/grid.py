@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # files are read without importing the planner
 
 SCHEMA_VERSION = 1
 _FEW_PIPELINES, _EACH_S = 1000, 4e-5  # most simulations per grid point to improve pieces, and estimated seconds of each
-_EXPOSED = 0.05  # exposed communication over TTFT without it; above this, balanced chunks may be far from the best
+_EXPOSED = 0.05  # exposed communication / TTFT without it; above this, balanced chunks may be far from the best
 
 
 def quick_candidate(scenario: Scenario, strategy: Strategy) -> Candidate:

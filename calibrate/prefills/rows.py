@@ -291,7 +291,7 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[[JsonObject, Output], None
 # -- files
 
 MOST_ROWS = 500  # a fit to more rows takes many minutes
-MAX_OUTPUT_BYTES = 2**28  # bytes of a detailed result with some ten thousand requests and their texts
+MAX_OUTPUT_BYTES = 2**28  # bytes of a detailed result with about ten thousand requests and their texts
 _JSON_STARTS = (b"{", b"[")
 
 

@@ -107,7 +107,7 @@ def _folds(cases: Sequence[Hashable]) -> list[NDArray[np.bool_]]:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """The fit of terms. Points have terms in prior standard deviations: 0 is the prior's median."""
+    """The fit of terms. A point has a number per term: its distance from the prior's median in standard deviations."""
 
     predict: Predict
     measured_s: Array

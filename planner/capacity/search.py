@@ -382,7 +382,7 @@ class FleetSearch:
         return sorted(fits, key=lambda fit: (fit.cost, fit.late, len(fit.design), fit.sizes))
 
     def mixed(self, earlier: Sequence[Fit]) -> list[Fit]:
-        """The earlier fits and the fits of designs with two buckets: at all cuts, then at cuts near the best ones."""
+        """The earlier fits, and fits of designs with two buckets: first all cuts are tried, then cuts near the best."""
         pairs = [pair for pair in itertools.product(self._best_types(), repeat=2) if pair[0].gpus <= pair[1].gpus]
         fits = self.fits([self._design(pair, (border,)) for border in self._cuts() for pair in pairs], earlier)
         best = [fit for fit in fits if len(fit.design) == 2][:_REFINED]

@@ -286,7 +286,7 @@ def _between(low: Candidate, high: Candidate, place: Scenario, weight: float) ->
         inner = [np.interp(np.linspace(0, 1, parts + 1), np.linspace(0, 1, len(one)), one)[1:-1] for one in ends]
         near = to_grid(((1 - weight) * inner[0] + weight * inner[1]) * tokens, stride, tokens)
         partitions.append(Partition(chunk_lens=chunk_lens(near.tolist(), tokens)))
-    strategy = (low if weight < 0.5 else high).strategy  # its stages have the layers of the nearer prompt
+    strategy = (low if weight < 0.5 else high).strategy  # with the stages of the nearer of the two prompts
     each = (Candidate(scenario=place, strategy=strategy, partition=one) for one in partitions)
     return min(each, key=lambda one: one.ttft_s)
 

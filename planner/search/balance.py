@@ -61,7 +61,7 @@ class ChainWork:
         self._slowness = np.array([scenario.cluster.slowness(rank) for rank in range(self.num_ranks)])
         paths = [scenario.cluster.path(rank, rank + 1) for rank in range(self.num_ranks - 1)]
         self._paths = list(dict.fromkeys(paths))
-        # By path: 1 for ranks with this path to the next rank, else 0. The last entry, also for rank -1, is 0.
+        # For each path: 1 for ranks whose path to the next rank it is, else 0. The last rank sends nothing: 0.
         self._over = [np.array([path == one for path in paths] + [False], dtype=float) for one in self._paths]
         self._latency_s = np.array([path.latency_s for path in paths])
 
