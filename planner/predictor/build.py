@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -34,9 +35,8 @@ _CONTENDS = 1.01  # strategies are simulated if they are within this factor of t
 _PREFIX_SHARES = (0, 64, 16, 4, 2, 1)  # grid points of the prefix: 0, and the longest prefix over these numbers
 _ERROR, _NEAREST = 0.01, 1.03  # relative interpolation error above which a point is added; least ratio of neighbours
 _EVERY = 6  # every sixth grid point has searched chunks and intervals; both are interpolated between these points
-_SEARCH = 3  # a search in a sample takes about as long as this number of grid points
+_SEARCH = 2  # a search in a sample takes about as long as this number of grid points
 _REFINED = 1.5  # expected ratio of the numbers of grid points after and before refinement
-_CONTENDERS = 3  # expected number of strategies that are nearly the fastest in some sample
 _SEARCHED = ("search", "searched-pieces")  # partition rules with a search per prefill
 
 
@@ -98,8 +98,13 @@ class _Build:
         lengths = sorted({int(length) for length in np.geomspace(self.fewest, self.longest, 5)})
         samples = product(lengths, (0, self.longest // 2), (self.batches[0], self.batches[-1]))
         work = [(_at(scenario, *sample), contending) for sample in samples]
-        later = self._refinements(_CONTENDERS) + self._rows(_CONTENDERS)
-        results = self._results(_near_the_best, work, _SEARCH * len(contending), then=later)
+        random.Random(0).shuffle(work)  # the first samples then show how many strategies are nearly the fastest
+
+        def later(results: Sequence[Sequence[str]]) -> float:
+            number = len({name for names in results for name in names}) + (len(results) < len(work))
+            return self._refinements(number) + self._rows(number)
+
+        results = self._results(_near_the_best, work, _SEARCH * len(contending), later)
         fast = {name for names in results for name in names}
         if not fast:
             accepted = f"a model that fits in the memory of {scenario.num_gpus} GPUs"
@@ -109,7 +114,7 @@ class _Build:
     def points(self, strategies: Sequence[Strategy]) -> tuple[int, ...]:
         """Grid points of new tokens up to the longest context, so dense that TTFT is nearly linear between them."""
         work = [(one, self.scenario, self.start, batch) for one in strategies for batch in {1, self.batches[-1]}]
-        results = self._results(_refine, work, self._refinements(1) / 2, then=self._rows(len(strategies)))
+        results = self._results(_refine, work, self._refinements(1) / 2, lambda _: self._rows(len(strategies)))
         return tuple(sorted({point for points in results for point in points}))
 
     def times(self, strategies: Sequence[Strategy], points: Sequence[int]) -> tuple[StrategyTimes, ...]:
@@ -158,15 +163,22 @@ class _Build:
         return strategies * _REFINED * len(self.start) * len(self.batches) * len(self.prefixes)
 
     def _results(
-        self, call: Callable[..., _Result], work: Sequence[tuple[Any, ...]], prefills: float, then: float = 0.0
+        self,
+        call: Callable[..., _Result],
+        work: Sequence[tuple[Any, ...]],
+        prefills: float,
+        later: Callable[[list[_Result]], float] = lambda results: 0.0,
     ) -> list[_Result]:
-        """The results of the calls; fewer if the time budget ends. prefills: prefills per call; `then`: later ones."""
-        results, total = list[_Result](), self.done + prefills * len(work) + then
+        """The results of the calls; fewer if the time budget ends.
+
+        prefills: prefills per call; later(results): expected number of prefills after all calls.
+        """
+        results, total = list[_Result](), self.done + prefills * len(work)
         for result in self.pool.run(call, work, share=1.0):
             results.append(result)
             self.done += prefills
             if self.on_progress is not None:
-                self.on_progress(round(self.done), round(total), "prefills")
+                self.on_progress(round(self.done), round(total + later(results)), "prefills")
         least = len(work) // len(self.batches) if call is _row else len(work)
         if len(results) < least:
             raise InputError("time_budget", f"{self.pool.time_budget_s:g}s", "a longer time: no batch is complete")
