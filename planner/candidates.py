@@ -80,6 +80,8 @@ class Candidate:
     @cached_property
     def finish_s(self) -> tuple[float, ...]:
         """Finish time of each rank, seconds."""
+        if self._result is not None and self._result.finish_s is not None:
+            return self._result.finish_s
         chunks = np.array([self.partition.chunk_lens], dtype=float).T
         finish_s = Runner(self.per_rank, self.strategy).finish_s(chunks, program=lambda: self.program)
         return tuple(map(float, finish_s[:, 0]))
@@ -87,11 +89,16 @@ class Candidate:
     @cached_property
     def ttft_s(self) -> float:
         """Time at which the last rank ends."""
+        return self.finish_s[-1] if self._result is None else self._result.ttft_s
+
+    @property
+    def _result(self) -> SearchResult | None:
+        """The search's result if it is about this scenario, strategy and partition."""
         search = self.search
         if search is None or search.scenario is not self.per_rank:  # such as that of an engine's longest steps
-            return self.finish_s[-1]
+            return None
         is_same = search.partition == self.partition and search.strategy == self.strategy
-        return search.ttft_s if is_same else self.finish_s[-1]
+        return search if is_same else None
 
     @cached_property
     def ttft_without_communication_s(self) -> float:

@@ -40,6 +40,9 @@ class Evaluator:
     best_s: float = math.inf
     allowance: Allowance | None = None  # work limit; then TTFTs of batches are infinite; None: no limit
     runner: Runner = field(init=False, repr=False)
+    finish_s: dict[tuple[int, ...], tuple[float, ...]] = field(
+        default_factory=dict
+    )  # finish times of ranks, from `one`
 
     def __post_init__(self) -> None:
         self.runner = Runner(self.scenario, self.strategy)
@@ -64,17 +67,13 @@ class Evaluator:
         """
         if self.is_spent and len(chunks) > 1:
             return np.full(len(chunks), np.inf)
-        if self.allowance is not None:
-            self.allowance.left_s -= self.allowance.each_s * len(chunks)
         runner = self.runner
         parts, first = list[Array](), 0
         for block in runner.blocks(chunks):
             layers = None if stage_layers is None else stage_layers[:, first : first + block.shape[1]]
             parts.append(runner.finish_s(block, last_only=True, enough_s=enough_s, stage_layers=layers)[-1])
             first += block.shape[1]
-            self.evaluations += len(parts[-1])
-            self.best_s = min(self.best_s, float(parts[-1].min()))
-            self.report()
+            self._count(len(parts[-1]), float(parts[-1].min()))
         return np.concatenate(parts)
 
     def report(self) -> None:
@@ -86,8 +85,19 @@ class Evaluator:
             self.on_progress(self.evaluations, None, text)
 
     def one(self, chunks: tuple[int, ...]) -> float:
-        """TTFT of one partition."""
-        return float(self.ttft_s(np.array([chunks], dtype=float))[0])
+        """TTFT of one partition; its ranks' finish times stay in `finish_s`."""
+        finish_s = self.runner.finish_s(np.array([chunks], dtype=float).T)[:, 0]
+        self.finish_s[chunks] = tuple(map(float, finish_s))
+        self._count(1, self.finish_s[chunks][-1])
+        return self.finish_s[chunks][-1]
+
+    def _count(self, number: int, least_s: float) -> None:
+        """Count and report evaluations; least_s: the least of their TTFTs."""
+        if self.allowance is not None:
+            self.allowance.left_s -= self.allowance.each_s * number
+        self.evaluations += number
+        self.best_s = min(self.best_s, least_s)
+        self.report()
 
 
 # -- chunk boundaries

@@ -135,9 +135,13 @@ def search_even_pieces(scenario: Scenario, strategy: Strategy, on_progress: OnPr
     evaluator = Evaluator(with_step_time(scenario, "p90"), strategy, on_progress)
     partition, ttft_s = _best_even_pieces(evaluator)
     seconds = time.perf_counter() - begin_s
-    report = SearchReport(method="pieces", evaluations=evaluator.evaluations, seconds=seconds)
     return SearchResult(
-        scenario=evaluator.scenario, strategy=strategy, partition=partition, ttft_s=ttft_s, report=report
+        scenario=evaluator.scenario,
+        strategy=strategy,
+        partition=partition,
+        ttft_s=ttft_s,
+        report=SearchReport(method="pieces", evaluations=evaluator.evaluations, seconds=seconds),
+        finish_s=evaluator.finish_s[partition.chunk_lens],
     )
 
 

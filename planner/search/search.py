@@ -54,6 +54,7 @@ class SearchResult:
     ttft_s: float
     report: SearchReport
     lower_bound_s: float | None = None  # proven lower bound; None: not computed
+    finish_s: tuple[float, ...] | None = None  # finish time of each rank; None: not computed
     balanced: Array | None = None  # chunks of the analytical plan, tokens; None: not computed
 
 
