@@ -283,6 +283,9 @@ class Scenario:
 
     def without_communication(self) -> Scenario:
         """The scenario of the paper's TTFT(p): links without cost, and the prefix on all ranks."""
+        return self.derived("without communication", self._without_communication)
+
+    def _without_communication(self) -> Scenario:
         quiet = self.with_own_links(1e30, latency_s=0.0)
         quiet = replace(quiet, prefix_placement=ON_EVERY_RANK, prefix_access=None)
         if self.group is not None:

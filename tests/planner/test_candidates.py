@@ -41,7 +41,8 @@ def test_both_executors_agree_with_a_candidate(rng: Draws) -> None:
     assert one.interval.low_s <= one.ttft_s <= one.interval.high_s
     assert one.ttft_without_communication_s <= one.ttft_s * (1 + 1e-9)
     assert all(wait_s >= 0 for wait_s in one.waits)
-    assert len(one.waits) == len(one.memory) == one.per_rank.num_gpus
+    assert len(one.waits) == one.per_rank.num_gpus  # those of one data group
+    assert len(one.memory) == one.per_rank.num_gpus * one.per_rank.data_groups
 
 
 def test_what_was_computed_is_neither_computed_again_nor_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
