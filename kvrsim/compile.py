@@ -61,12 +61,18 @@ def layout_of(scenario: Scenario, degrees: Degrees) -> Layout:
 
 
 def build_program(
-    scenario: Scenario, strategy: Strategy, chunks: Sequence[Array], cost: CostModel | None = None
+    scenario: Scenario,
+    strategy: Strategy,
+    chunks: Sequence[Array],
+    cost: CostModel | None = None,
+    *,
+    times_only: bool = False,
 ) -> Program:
     """Return the strategy's program for a batch of partitions.
 
     chunks: per rank, the tokens of its chunk in each partition, a float array of shape (B,).
     cost: used instead of the scenario's cost model.
+    times_only: see Step.
     """
     cost = cost or scenario.cost
     if strategy.pipeline is not None:
@@ -74,7 +80,7 @@ def build_program(
     starts = list(accumulate(chunks[:-1], initial=np.full_like(chunks[0], scenario.request.cached_prefix)))
     ranks = range(len(chunks))
     steps = [
-        Step(costs, tuple(chunks), tuple(starts), query_blocks=strategy.query_blocks)
+        Step(costs, tuple(chunks), tuple(starts), query_blocks=strategy.query_blocks, times_only=times_only)
         for costs in scenario.layer_costs(cost)
     ]
     assert strategy.degrees.tensor in (None, scenario.gpus_per_rank), "see for_strategy"

@@ -268,11 +268,15 @@ class Program:
 
     def row(self, index: int) -> Program:
         """Return the program of one partition of the batch."""
+        return self.rows(slice(index, index + 1))
 
-        def one(values: Array) -> Array:
-            return values[..., index : index + 1] if values.shape[-1] > 1 else values
+    def rows(self, which: slice | npt.NDArray[np.intp]) -> Program:
+        """Return the program of some partitions of the batch."""
 
-        return self._map(lambda _, ops: tuple(with_arrays(op, one) for op in ops))
+        def some(values: Array) -> Array:
+            return values[..., which] if values.shape[-1] > 1 else values
+
+        return self._map(lambda _, ops: tuple(with_arrays(op, some) for op in ops))
 
     def slowed(self, factors: Sequence[float]) -> Program:
         """Return the program on GPUs that are slower by one factor per rank; hosts and links are unchanged."""

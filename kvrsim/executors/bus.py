@@ -41,7 +41,7 @@ def run_shared(program: Program, cluster: Cluster, draw: NoiseDraw | None = None
     TTFT is the time of the last rank. Results equal those of the event executor up to rounding.
     draw: jitter, for a program of one partition; the shape is then (num_ranks, samples).
     """
-    blocks = compile_blocks(program, cluster, draw)
+    blocks = compile_blocks(program, cluster.path, draw)
     finish_s = _steady_finish_s(program, cluster, blocks) if draw is None else None
     if finish_s is None:
         prologue, *kinds, epilogue = blocks
@@ -81,8 +81,8 @@ def _steady_finish_s(program: Program, cluster: Cluster, blocks: Sequence[Block]
     ends_s = np.stack([run.passed_s(mark) for mark in marks])  # shape (periods + 1, ranks, B)
     hosts_s = np.array([[rank.host_s for rank in mark] for mark in marks])
     issued_s = hosts_s[-1] - hosts_s[-2]
-    advance_s = steady_advance(list(ends_s), issued_s.max())
-    if advance_s is None or (run.all_left_s(_EVALUATED) > ends_s[1:].min(axis=1)).any():
+    advance_s, is_steady = steady_advance(list(ends_s[-3:]), issued_s.max())
+    if not is_steady.all() or (run.all_left_s(_EVALUATED) > ends_s[1:].min(axis=1)).any():
         return None
     finish_s, left = ends_s[-1] + (times - _EVALUATED) * advance_s, times - _EVALUATED
     for rank, own in enumerate(epilogue):

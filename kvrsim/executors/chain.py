@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvrsim.executors.batch import seconds_on
+from kvrsim.executors.batch import rows_of, seconds_on
 from kvrsim.hardware import Cluster, Path
 from kvrsim.kernels.cost import CostModel
 from kvrsim.program import Array, Flags, Op, Recv, Send, host_s_of, slowed_by_pending_recv, slower, stream_s
@@ -40,8 +40,8 @@ class Chain:
         self.scenario, self.strategy, self.cluster = scenario, strategy, cluster
         self.costs = scenario.layer_costs(cost)[scenario.share.layer_kind_index[0]]
         ranks = range(cluster.num_gpus)
-        self.paths = [cluster.path(rank, rank + 1) for rank in ranks[:-1]]
-        self.latency_s = np.array([[path.latency_s] for path in self.paths])
+        paths = [cluster.path(rank, rank + 1) for rank in ranks[:-1]]
+        self.path_rows, self.latency_s = rows_of(paths), np.array([[path.latency_s] for path in paths])
         pending = scenario.pending_share
         self.pending = np.array([[pending if rank else 0.0] for rank in ranks]) if pending else None
         slowness = np.array([[scenario.cluster.slowness(rank)] for rank in ranks])
@@ -110,7 +110,7 @@ class _ChainRun:
         self.before_s, self.append_s, self.rest_s = map(_total_s, (self.before, self.append, self.rest))
         self.recv_host_s, self.send_host_s, self.overlaps = recv.host_s, send.host_s, not send.rendezvous
         self.layer_host_s = sum(map(host_s_of, layer))
-        self.link_s, self.latency_s = seconds_on(chain.paths, Path.busy_s, send.nbytes[:-1]), chain.latency_s
+        self.link_s, self.latency_s = seconds_on(chain.path_rows, Path.busy_s, send.nbytes[:-1]), chain.latency_s
         self.num_layers = len(scenario.share.layer_kind_index)
         self.clock = np.zeros(self.append_s.shape)  # device time of each rank
         self.host_s = np.zeros((len(chunks), 1))  # time at which each rank's host has issued all operations so far

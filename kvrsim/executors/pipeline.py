@@ -21,7 +21,7 @@ from itertools import accumulate, groupby, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.executors.batch import Block, Message, Segment, Step, seconds_on, segment_of
+from kvrsim.executors.batch import Block, Message, Segment, Step, rows_of, seconds_on, segment_of
 from kvrsim.hardware import Cluster, Path
 from kvrsim.kernels.cost import CostModel
 from kvrsim.program import AllGather, Array, Op, Recv, slower
@@ -114,10 +114,10 @@ class _Joint:
         clock = np.concatenate([before.device_s, before.floor_s[:, None]], axis=1)  # the last entry: hosts
         np.maximum(clock[:, -1], host_s, out=clock[:, -1])
         clock += launch_s
-        held_s = clock
+        held_s, rows = clock, rows_of(paths)
         link_s = np.maximum(held_s, np.roll(held_s, -1, axis=0))  # a piece moves when both ranks are there
         for number in range(size - 1):
-            sent_s = seconds_on(paths, lambda path, own: path.gather_step_s(own, size), np.roll(nbytes, number, axis=0))
+            sent_s = seconds_on(rows, lambda path, own: path.gather_step_s(own, size), np.roll(nbytes, number, axis=0))
             np.maximum(held_s, link_s, out=link_s)
             link_s += sent_s[:, None]
             held_s = np.roll(link_s + latency_s, 1, axis=0)
@@ -159,7 +159,9 @@ class _PipelineRun:
         first = [range(stage * self.context, (stage + 1) * self.context) for stage in range(self.num_stages - 1)]
         self.paths = [[cluster.path(rank, rank + self.context) for rank in ranks] for ranks in first]
         # Seconds of the messages from each stage to the next one.
-        self.sent_s = [seconds_on(own, Path.busy_s, nbytes.swapaxes(0, 1)).swapaxes(0, 1) for own in self.paths]
+        self.sent_s = [
+            seconds_on(rows_of(own), Path.busy_s, nbytes.swapaxes(0, 1)).swapaxes(0, 1) for own in self.paths
+        ]
         # Device seconds by stage: an array of shape (pieces, B), or a matrix of shape (pieces, i, j, B).
         self.device_s: list[Array] = []
         if self.context == 1:

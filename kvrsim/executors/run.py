@@ -23,7 +23,7 @@ import numpy.typing as npt
 from kvrsim.choices import EXECUTORS, Executor
 from kvrsim.compile import build_program
 from kvrsim.errors import InputError
-from kvrsim.executors.batch import run_batch
+from kvrsim.executors.batch import Links, run_batch
 from kvrsim.executors.chain import Chain
 from kvrsim.hardware import Cluster
 from kvrsim.kernels.cost import CostModel
@@ -56,6 +56,7 @@ class Runner:
         self.scenario, self.strategy, self.cost = scenario, strategy, cost
         self.cluster = cluster or scenario.cluster
         is_chain = Chain.suits(scenario, strategy, self.cluster)
+        self.links = None if self.cluster.shares_bandwidth else Links(self.cluster)
         self.chain = Chain(scenario, strategy, self.cluster, cost) if is_chain else None
 
     def finish_s(
@@ -90,8 +91,11 @@ class Runner:
                 return finish_s
             if stage_layers is not None:
                 return self._by_layout(chunks, stage_layers)
-        built = program() if program else build_program(self.scenario, self.strategy, list(chunks), self.cost)
-        return run_program(built, self.cluster, draw)
+        if program is None:
+            built = build_program(self.scenario, self.strategy, list(chunks), self.cost, times_only=True)
+        else:
+            built = program()
+        return run_program(built, self.links or self.cluster, draw)
 
     def _by_layout(self, chunks: Array, stage_layers: npt.NDArray[np.int64]) -> Array:
         """Finish times, computed with one program per layout of the stages."""
@@ -112,8 +116,8 @@ class Runner:
 
             cost = chain.costs.cost
             rows = np.ones_like(holds) if isinstance(cost, WeightedCost) else ~holds  # weights apply to all rows
-            program = build_program(self.scenario, self.strategy, list(chunks[:, rows]), cost)
-            finish_s[:, ~holds] = run_batch(program, self.cluster)[-len(finish_s) :, ~holds[rows]]
+            program = build_program(self.scenario, self.strategy, list(chunks[:, rows]), cost, times_only=True)
+            finish_s[:, ~holds] = run_program(program, self.links or self.cluster)[-len(finish_s) :, ~holds[rows]]
         return finish_s
 
     def blocks(self, chunks: Array, num_samples: int = 1) -> Iterator[Array]:
@@ -157,9 +161,9 @@ def finish_s(scenario: Scenario, strategy: Strategy, chunks: Array) -> Array:
     return np.concatenate([runner.finish_s(block).T for block in runner.blocks(chunks)])
 
 
-def run_program(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
+def run_program(program: Program, cluster: Cluster | Links, draw: NoiseDraw | None = None) -> Array:
     """Finish time of each rank, seconds, shape (ranks, B), or (ranks, B, samples) under a draw of noise."""
-    if not cluster.shares_bandwidth:
+    if isinstance(cluster, Links) or not cluster.shares_bandwidth:
         return run_batch(program, cluster, draw)
     from kvrsim.executors.bus import run_shared  # imported only when needed
 

@@ -9,10 +9,12 @@ several periods before it comes back to the same rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
+from itertools import pairwise
 
 import numpy as np
 
-from kvrsim.program import Array, Load, Program, Recv, Send
+from kvrsim.program import Array, Flags, Load, Program, Recv, Send
 
 _MOST_KINDS = 16  # largest number of layers in a period
 _LEAST_REPEATED = 4  # number of repeated layers below which a period is not checked
@@ -20,20 +22,33 @@ CYCLES = (1, 2, 3, 4, 6)  # numbers of periods over which times may advance alik
 _SAME = 1e-13  # relative difference of two advances that rounding can cause
 
 
-def steady_advance(states_s: Sequence[Array], issued_s: float | Array) -> Array | None:
-    """Seconds by which all states advance from one to the next, without the axis of states; None if not steady.
+def steady_advance(
+    states_s: Sequence[Array], issued_s: float | Array, *, in_order: bool = False
+) -> tuple[Array, Flags]:
+    """Seconds by which each state advances, shape (states, ..., B), and whether all further advances are equal.
 
-    Two advances are compared, because a host that leads in the first one may not lead in the next.
-    states_s: three states, each of shape (states, ..., B), after periods or after cycles of several periods.
+    In the result, all states of a partition advance alike. With `in_order`, each state depends only on itself and on
+    states before it, and later states may advance more: the longest way to a state that has advanced as before then
+    comes from a state that advances as much, and no other way becomes longer.
+    states_s: three states, each of shape (states, ..., B), after periods or after cycles of several periods. Two
+    advances are compared, because a host that leads in the first one may not lead in the next; if no host delays
+    anything between them, two states are enough.
     issued_s: the largest host seconds from one state to the next.
     """
-    if len(states_s) < 3:
-        return None
     with np.errstate(invalid="ignore"):  # an unused link has -inf
-        advances_s = np.concatenate([states_s[-2] - states_s[-3], states_s[-1] - states_s[-2]])
-        least_s = np.asarray(advances_s.min(axis=0))
-        alike = advances_s.max(axis=0) - least_s <= _SAME * states_s[-1].max(axis=0)
-    return least_s if (alike & (least_s >= issued_s)).all() else None
+        advances_s = [late_s - early_s for early_s, late_s in pairwise(states_s)]
+        last_s, tolerance_s = advances_s[-1], _SAME * states_s[-1].max(axis=0)
+        least_s = last_s.min(axis=0)
+        is_steady = least_s >= issued_s
+        if in_order:
+            is_steady &= (np.abs(last_s - advances_s[0]) <= tolerance_s).all(axis=0)
+            is_steady &= (np.diff(last_s, axis=0) >= -tolerance_s).all(axis=0)
+        else:
+            least_s, most_s = (
+                reduce(ufunc, (ufunc.reduce(one_s) for one_s in advances_s)) for ufunc in (np.minimum, np.maximum)
+            )
+            is_steady &= most_s - least_s <= tolerance_s
+    return last_s, is_steady
 
 
 def periods_of(program: Program) -> list[tuple[tuple[int, ...], int]]:

@@ -14,7 +14,7 @@ from kvrsim.errors import InputError
 from kvrsim.kernels.layer import LayerCosts
 from kvrsim.layout import Degrees
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program import AllGather, Array, Compute, Flags, Op, Program, Recv, Send
+from kvrsim.program import AllGather, Array, Compute, Op, Program, Recv, Send
 from kvrsim.values import dataclass
 
 PartitionRule = Literal["whole", "even", "search", "table", "pieces", "searched-pieces"]
@@ -96,28 +96,40 @@ class Step:
 
     def qkv(self, rank: int) -> Compute:
         """Norm, projections to Q, K, V and rotary embedding of the chunk."""
-        return Compute(
-            name="qkv", device_s=self.costs.qkv_s(self.chunks[rank]), host_s=self.costs.host_qkv_s, kind="qkv"
-        )
+        device_s = self._seconds("qkv", rank, self.costs.qkv_s)
+        return Compute(name="qkv", device_s=device_s, host_s=self.costs.host_qkv_s, kind="qkv")
+
+    def _seconds(self, name: str, rank: int, seconds_of: Callable[..., Array], *prefix: Array) -> Array:
+        """Seconds of a rank's chunk; computed once for all ranks where the prefix is all tokens before the chunk."""
+        if self.chunks[0] is self.chunks[-1] or any(one is not self.starts[rank] for one in prefix):
+            return seconds_of(self.chunks[rank], *prefix)
+        if name not in self._rows:
+            self._rows[name] = seconds_of(self.lengths, *[self.begins] * len(prefix))
+        seconds: Array = self._rows[name][rank]
+        return seconds
 
     def append_kv(self, rank: int, prefix: Array) -> Compute:
         """Join the prefix's K, V and the chunk's in one contiguous cache.
 
         prefix: tokens that the rank then holds in addition to its chunk.
         """
-        return self.append_to(self.chunks[rank], prefix)
+        device_s = self._seconds("append", rank, self.costs.mixer.append_s, prefix)
+        return self._append(self.chunks[rank], prefix, device_s)
 
     def append_to(self, tokens: Array, prefix: Array) -> Compute:
         """Join the K and V of some of the rank's tokens to those of its `prefix` other tokens."""
-        mixer = self.costs.mixer
-        kv_bytes = None if self.times_only else mixer.cache_bytes(prefix + tokens)
-        return Compute(name="append", device_s=mixer.append_s(tokens, prefix), kv_bytes=kv_bytes, kind="append")
+        return self._append(tokens, prefix, self.costs.mixer.append_s(tokens, prefix))
+
+    def _append(self, tokens: Array, prefix: Array, device_s: Array) -> Compute:
+        kv_bytes = None if self.times_only else self.costs.mixer.cache_bytes(prefix + tokens)
+        return Compute(name="append", device_s=device_s, kv_bytes=kv_bytes, kind="append")
 
     def attention(self, rank: int, prefix: Array) -> Compute:
         """Attention of the chunk's queries to the prefix and the chunk, in blocks if the strategy has blocks."""
         chunk = self.chunks[rank]
         if self.query_blocks == (1,):
-            return self._attention("attention", chunk, prefix)
+            device_s = self._seconds("attention", rank, self.costs.mixer.attention_s, prefix)
+            return self._attention("attention", chunk, prefix, device_s)
         device_s, calls = self.costs.attention_in_blocks(self.query_blocks, chunk, prefix)
         return Compute(
             name="attention",
@@ -133,18 +145,16 @@ class Step:
         chunk = self.chunks[rank]
         return Compute(
             name="scan",
-            device_s=self.costs.mixer.attention_s(chunk, self.starts[rank]),
+            device_s=self._seconds("scan", rank, self.costs.mixer.attention_s, self.starts[rank]),
             host_s=self.costs.host_attention_s,
             kv_bytes=None if self.times_only else self.costs.mixer.cache_bytes(chunk),
             kind="attention",
         )
 
-    def _attention(self, name: str, tokens: Array, prefix: Array, *, some: Flags | None = None) -> Compute:
-        """Compute attention; `some`: where chunks have any work; None: everywhere."""
-        device_s = self.costs.mixer.attention_s(tokens, prefix)
+    def _attention(self, name: str, tokens: Array, prefix: Array, device_s: Array) -> Compute:
         return Compute(
             name=name,
-            device_s=device_s if some is None else np.where(some, device_s, 0.0),
+            device_s=device_s,
             host_s=self.costs.host_attention_s,
             score_elements=None if self.times_only else self.costs.mixer.score_elements(tokens, prefix + tokens),
             kind="attention",
@@ -152,19 +162,20 @@ class Step:
 
     def attention_to(self, name: str, tokens: Array, start: Array) -> Compute:
         """Attention of some of the rank's queries, the first at `start`, to all keys up to their own."""
-        return self._attention(name, np.maximum(tokens, 1.0), start, some=tokens > 0)
+        some = np.maximum(tokens, 1.0)
+        return self._attention(name, some, start, self.costs.mixer.attention_s(some, start) * (tokens > 0))
 
     def attention_share(self, rank: int) -> Compute:
         """Attention of the rank's tokens, spread evenly over the context, to all keys up to their own."""
         total, chunk = self.lengths.sum(axis=0), self.chunks[rank]
-        whole = self._attention("attention", total, self.cached)
+        whole = self._attention("attention", total, self.cached, self.costs.mixer.attention_s(total, self.cached))
         share = chunk / np.maximum(total, 1.0)
         scores = None if whole.score_elements is None else whole.score_elements * share
         return replace(whole, device_s=whole.device_s * share, score_elements=scores)
 
     def output_mlp(self, rank: int) -> Compute:
         """Output projection, MLP, norms and residuals of the chunk."""
-        device_s = self.costs.output_mlp_s(self.chunks[rank])
+        device_s = self._seconds("output+mlp", rank, self.costs.output_mlp_s)
         return Compute(name="output+mlp", device_s=device_s, host_s=self.costs.host_output_mlp_s, kind="output+mlp")
 
     def send_kv(
@@ -198,7 +209,7 @@ class Step:
     def assemble_kv(self, rank: int) -> Compute:
         """Join the gathered pieces in one contiguous K and V."""
         chunk, total = self.chunks[rank], self.starts[-1] + self.chunks[-1]
-        kv_bytes = self.costs.mixer.cache_bytes(total)
+        kv_bytes = None if self.times_only else self.costs.mixer.cache_bytes(total)
         return Compute(
             name="assemble", device_s=self.costs.mixer.concat_s(chunk, total - chunk), kv_bytes=kv_bytes, kind="append"
         )
@@ -214,6 +225,11 @@ class Step:
         return self.cached * (self.costs.setting.prefix.share or 1.0)
 
     @cached_property
+    def _rows(self) -> dict[str, Array]:
+        """Seconds of all ranks, by operation."""
+        return {}
+
+    @cached_property
     def lengths(self) -> Array:
         """Tokens of all ranks' chunks, shape (p, B)."""
         return np.stack(self.chunks)
@@ -222,3 +238,20 @@ class Step:
     def begins(self) -> Array:
         """Starts of all ranks' chunks, shape (p, B)."""
         return np.stack(self.starts)
+
+    @cached_property
+    def halves(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+        """(tokens, start) of all ranks' early pieces and of their late pieces, shape (p, B).
+
+        Early pieces are in reverse order of the ranks, late pieces in their order, so the last rank has the first and
+        the last piece.
+        """
+        early = np.floor(self.lengths / 2)
+        late = self.lengths - early
+        first_late = self.cached + early.sum(axis=0)
+        return (early, first_late - np.cumsum(early, axis=0)), (late, first_late + np.cumsum(late, axis=0) - late)
+
+    @cached_property
+    def lengths_twice(self) -> Array:
+        """`lengths` twice in a row, shape (2 p, B): the ranks after a rank are then a slice."""
+        return np.concatenate([self.lengths, self.lengths])

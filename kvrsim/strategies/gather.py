@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
-
 from kvrsim.program import Array, Compute, Op
 from kvrsim.strategies.base import Step, Strategy
 
@@ -63,20 +61,8 @@ def _gather_in_order(step: Step, rank: int) -> Iterator[Op]:
 
 def pieces(step: Step, rank: int) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """(tokens, start) of a rank's early piece and of its late piece."""
-    (early, early_start), (late, late_start) = all_pieces(step)
+    (early, early_start), (late, late_start) = step.halves
     return (early[rank], early_start[rank]), (late[rank], late_start[rank])
-
-
-def all_pieces(step: Step) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """(tokens, start) of all ranks' early pieces and of their late pieces, shape (p, B).
-
-    Early pieces are in reverse order of the ranks, late pieces in their order, so the last rank has the first and the
-    last piece.
-    """
-    early = np.floor(step.lengths / 2)
-    late = step.lengths - early
-    first_late = step.cached + early.sum(axis=0)
-    return (early, first_late - np.cumsum(early, axis=0)), (late, first_late + np.cumsum(late, axis=0) - late)
 
 
 ZIGZAG = Strategy(

@@ -217,24 +217,24 @@ def _experts(step: Step, rank: int) -> Iterator[Op]:
         yield Compute(name="experts", device_s=routed.seconds(own, together), kind="output+mlp")
         yield replace(all_gather(placement.gather, tokens * routed.combined_bytes, more_s), name="reduce-scatter")
         return
-    shares = [step.costs.setting.batch * routed.reach * step.chunks[(rank + shift) % ranks] for shift in range(ranks)]
-    there, back = routed.dispatched_bytes, routed.combined_bytes
+    sent_tokens = step.costs.setting.batch * routed.reach  # per token of a chunk, to each other rank
     experts = Compute(name="experts", device_s=routed.seconds(own), kind="output+mlp")
     if ranks == 1:  # a part of the ranks: only their computation counts
         yield experts
         return
-    yield AllToAll(nbytes=np.repeat(shares[0][None] * there, ranks - 1, axis=0), payload="tokens")
+    there = own * (sent_tokens * routed.dispatched_bytes)
+    yield AllToAll(nbytes=np.broadcast_to(there, (ranks - 1, *there.shape)), payload="tokens")
     yield experts
-    yield AllToAll(nbytes=np.stack(shares[1:]) * back, payload="tokens")
+    back = step.lengths_twice[rank + 1 : rank + ranks] * (sent_tokens * routed.combined_bytes)
+    yield AllToAll(nbytes=back, payload="tokens")
 
 
 def _all_reduces(step: Step, rank: int) -> Iterator[Collective]:
     """Sum the mixer's and the MLP's outputs over the group's GPUs; with one all-reduce if they run in parallel."""
     group = step.costs.setting.group
     if group is not None:
-        for _ in range(step.costs.num_sums):
-            nbytes = step.costs.activation_bytes(step.chunks[rank])
-            yield all_reduce(group, nbytes, step.costs.setting.host.collective_s)
+        nbytes = step.costs.activation_bytes(step.chunks[rank])
+        yield from [all_reduce(group, nbytes, step.costs.setting.host.collective_s)] * step.costs.num_sums
 
 
 def placement_refusal(strategy: Strategy, placement: PrefixPlacement) -> str | None:

@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from kvrsim.program import Array, Compute, Flags, Op, RingPass
 from kvrsim.strategies.base import Step, Strategy
-from kvrsim.strategies.gather import all_pieces
 
 
 def layer(step: Step, rank: int) -> Iterator[Op]:
@@ -101,12 +100,13 @@ def _zigzag_blocks_s(step: Step, rank: int) -> Array:
     All queries see a later rank's early piece. Only the late piece's queries see an earlier rank's two pieces; with a
     window, these are priced as one block that ends with the late piece.
     """
-    (early, early_start), (late, late_start) = all_pieces(step)
-    costs, others = step.costs, held(step, rank)[1:]
-    ends = early_start[others] + early[others], late_start[others] + late[others]
-    to_early_s = costs.block_mixer.block_s(step.chunks[rank], early_start[rank], early[others], ends[0])
-    of_late_s = costs.block_mixer.block_s(late[rank], late_start[rank], step.lengths[others], ends[1], part=True)
-    return np.where((others > rank)[:, None], to_early_s, of_late_s)
+    (early, early_start), (late, late_start) = step.halves
+    earlier, later = np.split(held(step, rank)[1:], [rank])
+    ends = late_start[earlier] + late[earlier], early_start[later] + early[later]
+    block_s = step.costs.block_mixer.block_s
+    of_late_s = block_s(late[rank], late_start[rank], step.lengths[earlier], ends[0], part=True)
+    to_early_s = block_s(step.chunks[rank], early_start[rank], early[later], ends[1])
+    return np.concatenate([of_late_s, to_early_s])
 
 
 RING = Strategy(

@@ -14,6 +14,7 @@ from tests.building import examples
 SEND, RECV = Send(dst=1, nbytes=np.ones(1)), Recv(src=0)
 LOAD = Load(name="host", nbytes=np.ones(1), seconds=np.ones(1))
 STATES = [np.array([[0.0], [1.0]]), np.array([[2.0], [3.0]]), np.array([[4.0], [5.0]])]
+LATER = [np.array([[2.0 * period], [3.0 * period]]) for period in range(3)]  # the second rank advances more
 
 
 def program_of(kinds: tuple[int, ...], layers: list[tuple[tuple[Op, ...], ...]]) -> Program:
@@ -22,18 +23,24 @@ def program_of(kinds: tuple[int, ...], layers: list[tuple[tuple[Op, ...], ...]])
 
 
 @pytest.mark.parametrize(
-    ("states", "issued_s", "advance_s"),
+    ("states", "issued_s", "in_order", "is_steady"),
     [
-        (STATES, 2.0, 2.0),
-        (STATES, 2.1, None),  # the host delays the next period
-        (STATES[:2], 0.0, None),
-        ([*STATES[:2], STATES[1]], 0.0, None),  # the advances differ
-        ([*STATES[:2], STATES[2] + [[0.0], [0.1]]], 0.0, None),  # one rank is later
+        (STATES, 2.0, False, True),
+        (STATES, 2.0, True, True),
+        (STATES, 2.1, False, False),  # the host delays the next period
+        (STATES[:2], 2.0, False, True),  # no host delays anything
+        ([*STATES[:2], STATES[1]], 0.0, False, False),  # the advances differ
+        ([*STATES[:2], STATES[1]], 0.0, True, False),
+        ([*STATES[:2], STATES[2] + [[0.0], [0.1]]], 0.0, False, False),  # one rank is later
+        (LATER, 2.0, False, False),  # the second rank advances more
+        (LATER, 2.0, True, True),
+        ([state[::-1] for state in LATER], 2.0, True, False),  # the first rank delays the second one at last
     ],
 )
-def test_an_advance(states: list[Array], issued_s: float, advance_s: float | None) -> None:
-    advances_s = steady_advance(states, issued_s)
-    assert (None if advances_s is None else advances_s.item()) == advance_s
+def test_an_advance(states: list[Array], issued_s: float, in_order: bool, is_steady: bool) -> None:
+    advance_s, steady = steady_advance(states, issued_s, in_order=in_order)
+    assert steady.item() is is_steady
+    assert (advance_s == states[-1] - states[-2]).all()
 
 
 @given(
