@@ -1,14 +1,16 @@
 """Quality of found partitions, compared with exhaustive search, the paper's full grid, random partitions and the bound.
 
-Arguments: numbers of settings for the random descents: on a bus, on other networks, and for pipelines.
+Arguments: numbers of settings for the random descents: on a bus, on other networks (with and without uneven GPUs and
+links), and for pipelines. Settings run in one process per core.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from kvrsim.compile import for_strategy
 from kvrsim.hardware import SlowGpu, SlowLink, UnevenCluster
 from kvrsim.scenario import Request, Scenario
 from kvrsim.strategies import STRATEGIES
+from planner.processes import Pool, cores
 from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator
 from planner.search.pipeline import PAGE, search_pipeline
@@ -25,10 +28,12 @@ from planner.search.search import SearchResult, search
 from validate.report import write_benchmark
 
 KVR, SEARCHED = STRATEGIES["kvr-s"], STRATEGIES["pp-s"]
-_ELSEWHERE = 100_000  # number of the first setting on another network than a bus
-_FRESH = 300_000  # number of the first setting that was not used in the design of the search
+_FRESH = 500_000  # number of the first setting; settings with smaller numbers were used in the design of the searches
 _TELL = 0.001  # relative gain above which a setting is printed
+_OTHERS = ("switch", "chain", "nodes")  # topologies other than a bus
 MODELS = ("llama-7b", "llama-7b-gqa8", "falcon-7b", "falcon-1b", "llama-30b", "qwen2.5-7b", "mistral-7b")
+MIXTURES = ("qwen3-30b-a3b", "mixtral-8x7b")
+SEVERAL_KINDS = ("gemma-3-27b", "gpt-oss-20b", "qwen3-next-80b-a3b", "nemotron-3-nano-30b-a3b", "deepseek-v3")
 
 
 def settings(rng: np.random.Generator, count: int, ranks: tuple[int, int], *, few_layers: bool) -> Iterator[Scenario]:
@@ -65,53 +70,82 @@ def exhaustive(scenario: Scenario, stride: int) -> float:
     return float(Evaluator(scenario, KVR).ttft_s(np.diff(ends, axis=1)).min())
 
 
-def against_exhaustive(count: int = 200) -> list[str]:
-    """Compare found partitions with the best at the same stride, a 40th of the new tokens."""
-    rng = np.random.default_rng(1)
-    ratios = []
-    for scenario in settings(rng, count, (2, 4), few_layers=True):
-        stride = max(1, scenario.request.new_tokens // 40)
-        found = search(scenario, KVR, stride=stride)
-        ratios.append(found.ttft_s / exhaustive(scenario, stride) - 1)
+def above_exhaustive(scenario: Scenario) -> float:
+    """Relative excess of the TTFT of a search over the best at the same stride, a 40th of the new tokens."""
+    stride = max(1, scenario.request.new_tokens // 40)
+    return search(scenario, KVR, stride=stride).ttft_s / exhaustive(scenario, stride) - 1
+
+
+def against_exhaustive(pool: Pool, count: int = 200) -> list[str]:
+    """Compare searches with exhaustive ones."""
+    each = settings(np.random.default_rng(1), count, (2, 4), few_layers=True)
+    ratios = _each(pool, above_exhaustive, [(one,) for one in each], "exhaustive search")
     worst, over = max(ratios), sum(ratio > 1e-3 for ratio in ratios)
     return [
         f"| exhaustive at the same stride, {count} settings of 2 to 4 GPUs | worst {worst:+.4%}, {over} over 0.1 % |",
     ]
 
 
-def against_random(count: int = 200) -> list[str]:
-    """Compare found partitions with random ones and perturbations of the found ones, and with the proven bound."""
-    rng = np.random.default_rng(2)
-    gains, moved, gaps, violations = [], [], [], 0
-    for scenario in settings(rng, count, (2, 12), few_layers=True):
-        tokens, num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
-        found = search(scenario, KVR)
-        chunks = np.array(found.partition.chunk_lens, dtype=float)
-        spread = rng.dirichlet(np.full(num_ranks, 3.0), size=400) * (tokens - num_ranks) + 1
-        near = (chunks - 1) * np.exp(rng.normal(0, 0.03, size=(400, num_ranks)))
-        near = 1 + near * ((tokens - num_ranks) / near.sum(axis=1, keepdims=True))
-        evaluator = Evaluator(scenario, KVR)
-        spread_s, near_s = evaluator.ttft_s(spread).min(), evaluator.ttft_s(near).min()
-        bound_s = lower_bound_s(scenario, KVR, found.ttft_s)
-        gains.append(found.ttft_s / spread_s - 1)
-        moved.append(found.ttft_s / near_s - 1)
-        gaps.append(found.ttft_s / bound_s - 1)
-        violations += min(spread_s, near_s, found.ttft_s) < bound_s * (1 - 1e-12)
+class _Random(NamedTuple):
+    """TTFT of a search relative to the best of 400 random partitions, to the best perturbation, and to the bound."""
+
+    spread: float
+    near: float
+    bound: float
+    violates: bool  # whether a partition is faster than the bound
+
+
+def random_partitions(scenario: Scenario, number: int) -> _Random:
+    """Compare the partition of a search with random ones, with perturbations of it, and with the proven bound."""
+    rng = np.random.default_rng((2, number))
+    tokens, num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+    best = search(scenario, KVR)
+    chunks = np.array(best.partition.chunk_lens, dtype=float)
+    spread = rng.dirichlet(np.full(num_ranks, 3.0), size=400) * (tokens - num_ranks) + 1
+    near = (chunks - 1) * np.exp(rng.normal(0, 0.03, size=(400, num_ranks)))
+    near = 1 + near * ((tokens - num_ranks) / near.sum(axis=1, keepdims=True))
+    evaluator = Evaluator(scenario, KVR)
+    times_s = [best.ttft_s, *(float(evaluator.ttft_s(rows).min()) for rows in (spread, near))]
+    bound_s = lower_bound_s(scenario, KVR, best.ttft_s)
+    ratios = (best.ttft_s / other_s - 1 for other_s in (*times_s[1:], bound_s))
+    return _Random(*ratios, min(times_s) < bound_s * (1 - 1e-12))
+
+
+def against_random(pool: Pool, count: int = 200) -> list[str]:
+    """Compare partitions of searches with random ones and perturbations of them, and with the proven bound."""
+    each = settings(np.random.default_rng(2), count, (2, 12), few_layers=True)
+    found = _each(pool, random_partitions, [(one, number) for number, one in enumerate(each)], "random partitions")
+    gaps = [one.bound for one in found]
     return [
-        f"| 400 random partitions each, {count} settings of 2 to 12 GPUs | the best gains {max(gains):+.3%} at most |",
-        f"| 400 perturbations of the winner each | the best gains {max(moved):+.3%} at most |",
+        f"| 400 random partitions each, {count} settings of 2 to 12 GPUs"
+        f" | the best gains {max(one.spread for one in found):+.3%} at most |",
+        f"| 400 perturbations of the winner each | the best gains {max(one.near for one in found):+.3%} at most |",
         f"| gap to the proven bound | median {np.median(gaps):.2%}, 90th percentile {np.percentile(gaps, 90):.2%} |",
-        f"| partitions faster than the bound | {violations} |",
+        f"| partitions faster than the bound | {sum(one.violates for one in found)} |",
     ]
 
 
+def _each(pool: Pool, call: Callable[..., Any], arguments: list[tuple[Any, ...]], what: str) -> list[Any]:
+    """Results of the calls, in the order of the arguments; prints every 20th to standard error."""
+
+    def report(done: float, total: float | None, what: str) -> None:
+        if done % 20 == 0:
+            print(f"{what}: {done:.0f} of {total:.0f}", file=sys.stderr, flush=True)
+
+    return pool.ordered(call, arguments, what, report)
+
+
 def any_setting(rng: np.random.Generator, topologies: tuple[str, ...]) -> Scenario:
-    """A scenario with a random model, length, number of GPUs, prefix and link, from 1 MB/s to 1 TB/s."""
+    """A scenario with a random model, length, number of GPUs, prefix and link, from 1 MB/s to 1 TB/s.
+
+    Three of ten settings have a few layers of the model, at random; at least two of a model with layers of several
+    kinds.
+    """
     num_ranks, topology = int(rng.integers(2, 9)), str(rng.choice(topologies))
     scenario, _ = make_scenario(
         ctx=int(2 ** rng.uniform(9, 16)),
         gpus=num_ranks,
-        model=str(rng.choice([*MODELS, "qwen3-30b-a3b"])),
+        model=str(rng.choice(MODELS if rng.random() < 0.6 else MIXTURES + SEVERAL_KINDS)),
         profile=str(rng.choice(["a100-eager", "a100-flash", "roofline"])),
         topology="switch" if topology == "nodes" else topology,
         link_bandwidth=float(10 ** rng.uniform(6, 12)),
@@ -123,7 +157,9 @@ def any_setting(rng: np.random.Generator, topologies: tuple[str, ...]) -> Scenar
     cached = int(rng.integers(0, context_len // 2)) if rng.random() < 0.25 else 0
     layers = scenario.model.layers
     if rng.random() < 0.3:
-        layers = layers[: int(rng.integers(1, 5))]
+        count = int(rng.integers(2, 9) if scenario.model.name in SEVERAL_KINDS else rng.integers(1, 5))
+        first = int(rng.integers(0, len(layers) - count))
+        layers = layers[first : first + count]
     return _with(scenario, Request(context_len=context_len, cached_prefix=cached), layers)
 
 
@@ -190,26 +226,74 @@ def _whole(shares, tokens: int):  # type: ignore[no-untyped-def]
     return np.diff(ends, axis=1, prepend=0) + 1
 
 
-def against_descent(name: str, topologies: tuple[str, ...], first: int, count: int) -> list[str]:
-    """Gains of random descents of 2,000 evaluations over found partitions; first: number of the first setting."""
-    gains = []
-    for number in range(first, first + count):
-        rng = np.random.default_rng((3, number))
-        scenario = any_setting(rng, topologies)
-        if "uneven" in name:
-            scenario = _uneven(scenario, rng)
-        found = search(scenario, KVR)
-        gains.append(found.ttft_s / descended(scenario, found.partition.chunk_lens, rng) - 1)
-        if gains[-1] > _TELL:
-            cluster, request = scenario.cluster, scenario.request
-            about = f"{scenario.model.name}, {len(scenario.model.layers)} layers, {cluster.describe()}, {request}"
-            print(f"{number}: {gains[-1]:.3%} on {about}: {found.partition.chunk_lens}", file=sys.stderr, flush=True)
-        if len(gains) % 20 == 0:
-            print(f"{name}: {len(gains)} of {count}, {max(gains):.3%} at most", file=sys.stderr, flush=True)
+class _Gain(NamedTuple):
+    """Relative gain of a random descent over a search, and the gap of the search to its bound, if there is one."""
+
+    gain: float
+    gap: float | None = None
+
+
+def descent_gain(topologies: tuple[str, ...], is_uneven: bool, number: int) -> _Gain:
+    """The gain in a random setting; number: its seed."""
+    rng = np.random.default_rng((3, int(is_uneven), number))
+    scenario = any_setting(rng, topologies)
+    if is_uneven:
+        scenario = _uneven(scenario, rng)
+    best = search(scenario, KVR)
+    gain = best.ttft_s / descended(scenario, best.partition.chunk_lens, rng) - 1
+    return _reported(number, gain, best)
+
+
+def pipeline_gain(number: int) -> _Gain:
+    """The gain in a random setting with uneven GPUs and links, for searched pieces and stages."""
+    scenario, rng = pipeline_setting(number)
+    best = search_pipeline(scenario, SEARCHED)
+    gain = best.ttft_s / descended_pipeline(scenario, best, rng, PAGE) - 1
+    return _reported(number, gain, best, best.ttft_s / pipeline_bound_s(scenario) - 1)
+
+
+def pipeline_setting(number: int) -> tuple[Scenario, np.random.Generator]:
+    """A random scenario of a pipeline on uneven GPUs and links, and the generator that drew it."""
+    rng = np.random.default_rng((4, number))
+    scenario = any_setting(rng, _OTHERS)
+    scenario = scenario.on_gpus(min(scenario.cluster.num_gpus, len(scenario.model.layers)))
+    return for_strategy(_uneven(scenario, rng), SEARCHED), rng
+
+
+def _reported(number: int, gain: float, best: SearchResult, gap: float | None = None) -> _Gain:
+    """The gain; a large one is printed to standard error with its setting."""
+    if gain > _TELL:
+        scenario = best.scenario
+        about = f"{scenario.model.name}, {len(scenario.model.layers)} layers, {scenario.cluster.describe()}"
+        plan = f"{best.partition.chunk_lens} {best.strategy.stage_layers or ''}"
+        print(f"{number}: {gain:.3%} on {about}, {scenario.request}: {plan}", file=sys.stderr, flush=True)
+    return _Gain(gain, gap)
+
+
+def _gains(found: list[_Gain]) -> str:
+    gains = [one.gain for one in found]
     above = [f"{sum(gain > most for gain in gains)} above {most:.1%}" for most in (0.001, 0.005, 0.05)]
-    text = f"it gains {max(gains):.2%} at most, {np.median(gains):.3%} in the median; {', '.join(above)}"
+    return f"it gains {max(gains):.2%} at most, {np.median(gains):.3%} in the median; {', '.join(above)}"
+
+
+def against_descent(pool: Pool, name: str, topologies: tuple[str, ...], count: int) -> list[str]:
+    """Gains of random descents of 2,000 evaluations over partitions of searches."""
+    calls = [(topologies, "uneven" in name, number) for number in range(_FRESH, _FRESH + count)]
+    text = _gains(_each(pool, descent_gain, calls, f"descents {name}"))
     return [
         f"| random descent of 2,000 evaluations, {count} settings {name} of 2 to 8 GPUs, 1 MB/s to 1 TB/s | {text} |"
+    ]
+
+
+def pipelines_against_descent(pool: Pool, count: int) -> list[str]:
+    """Gains of random descents over searched pieces and stages, with uneven GPUs and links, and gaps to the bound."""
+    found = _each(pool, pipeline_gain, [(number,) for number in range(_FRESH, _FRESH + count)], "descents of pipelines")
+    gaps = [one.gap for one in found if one.gap is not None]
+    return [
+        f"| random descent of 2,000 evaluations from pieces and stages of `pp-s`, {count} settings of uneven GPUs and"
+        f" links | {_gains(found)} |",
+        f"| gap of `pp-s` to its bound there | median {np.median(gaps):.2%}, 90th percentile"
+        f" {np.percentile(gaps, 90):.2%} |",
     ]
 
 
@@ -262,36 +346,6 @@ def _with_piece_more_or_less(pieces, rng: np.random.Generator):  # type: ignore[
     return np.concatenate([pieces[:at], [pieces[at] + pieces[at + 1]], pieces[at + 2 :]])
 
 
-def pipelines_against_descent(first: int, count: int) -> list[str]:
-    """Gains of random descents over searched pieces and stages, with uneven GPUs and links, and gaps to the bound."""
-    gains, gaps = [], []
-    for number in range(first, first + count):
-        rng = np.random.default_rng((4, number))
-        scenario = any_setting(rng, ("switch", "chain", "nodes"))
-        scenario = scenario.on_gpus(min(scenario.cluster.num_gpus, len(scenario.model.layers)))
-        scenario = for_strategy(_uneven(scenario, rng), SEARCHED)
-        found = search_pipeline(scenario, SEARCHED)
-        gains.append(found.ttft_s / descended_pipeline(scenario, found, rng, PAGE) - 1)
-        gaps.append(found.ttft_s / pipeline_bound_s(scenario) - 1)
-        if gains[-1] > _TELL:
-            about = (
-                f"{scenario.model.name}, {len(scenario.share.layer_kind_index)} layers, {scenario.cluster.describe()}"
-            )
-            print(
-                f"{number}: {gains[-1]:.3%} on {about}, {scenario.request}: {found.partition.chunk_lens}",
-                found.strategy.stage_layers,
-                file=sys.stderr,
-                flush=True,
-            )
-    above = [f"{sum(gain > most for gain in gains)} above {most:.1%}" for most in (0.001, 0.005, 0.05)]
-    return [
-        f"| random descent of 2,000 evaluations from pieces and stages of `pp-s`, {count} settings of uneven GPUs and"
-        f" links | it gains {max(gains):.2%} at most, {np.median(gains):.3%} in the median; {', '.join(above)} |",
-        f"| gap of `pp-s` to its bound there | median {np.median(gaps):.2%}, 90th percentile"
-        f" {np.percentile(gaps, 90):.2%} |",
-    ]
-
-
 def against_the_papers_grid() -> list[str]:
     """Compare with the full hierarchical grid of the paper: 5^7 candidates per level for 8 GPUs."""
     lines = []
@@ -308,13 +362,13 @@ def against_the_papers_grid() -> list[str]:
 def main() -> None:
     """Measure, and write benchmarks/results/search_quality.md."""
     on_a_bus, elsewhere, pipelines = map(int, sys.argv[1:4] or (100, 400, 300))
-    others = ("switch", "chain", "nodes")
-    lines = ["| found partition against | its TTFT more or less |", "|---|---|"]
-    lines += [*against_exhaustive(), *against_the_papers_grid(), *against_random()]
-    lines += against_descent("on a bus, some GPUs uneven,", ("bus",), 0, on_a_bus)
-    lines += against_descent("elsewhere", others, _ELSEWHERE, elsewhere)
-    lines += against_descent("elsewhere, fresh, uneven GPUs and links,", others, _FRESH, elsewhere // 2)
-    lines += pipelines_against_descent(_FRESH, pipelines)
+    lines = ["| partition of the search against | its TTFT more or less |", "|---|---|"]
+    with Pool(jobs=cores()) as pool:
+        lines += [*against_exhaustive(pool), *against_the_papers_grid(), *against_random(pool)]
+        lines += against_descent(pool, "on a bus, some GPUs uneven,", ("bus",), on_a_bus)
+        lines += against_descent(pool, "elsewhere", _OTHERS, elsewhere // 2)
+        lines += against_descent(pool, "elsewhere, uneven GPUs and links,", _OTHERS, elsewhere // 2)
+        lines += pipelines_against_descent(pool, pipelines)
     write_benchmark("search_quality", lines, f"python benchmarks/search_quality.py {on_a_bus} {elsewhere} {pipelines}")
 
 
