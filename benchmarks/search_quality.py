@@ -28,7 +28,7 @@ from planner.search.search import SearchResult, search
 from validate.report import write_benchmark
 
 KVR, SEARCHED = STRATEGIES["kvr-s"], STRATEGIES["pp-s"]
-_FRESH = 500_000  # number of the first setting; settings with smaller numbers were used in the design of the searches
+_FRESH = 700_000  # number of the first setting; settings with smaller numbers were used in the design of the searches
 _TELL = 0.001  # relative gain above which a setting is printed
 _OTHERS = ("switch", "chain", "nodes")  # topologies other than a bus
 MODELS = ("llama-7b", "llama-7b-gqa8", "falcon-7b", "falcon-1b", "llama-30b", "qwen2.5-7b", "mistral-7b")
@@ -369,7 +369,8 @@ def main() -> None:
         lines += against_descent(pool, "elsewhere", _OTHERS, elsewhere // 2)
         lines += against_descent(pool, "elsewhere, uneven GPUs and links,", _OTHERS, elsewhere // 2)
         lines += pipelines_against_descent(pool, pipelines)
-    write_benchmark("search_quality", lines, f"python benchmarks/search_quality.py {on_a_bus} {elsewhere} {pipelines}")
+    given = " ".join(["python benchmarks/search_quality.py", *sys.argv[1:]]) if sys.argv[1:] else None
+    write_benchmark("search_quality", lines, given)
 
 
 if __name__ == "__main__":

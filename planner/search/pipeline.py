@@ -65,6 +65,8 @@ _SIMULATED = 6  # partitions of a beam search that are simulated
 _ROUNDS = 48  # maximum number of rounds of a descent
 _MOST_MOVES, _LEAST_MOVES, _CELLS = 256, 24, 2**16  # most and fewest candidates per round; candidates x ends x stages
 _MOST_GAIN = 0.04  # share of TTFT that a search is assumed to gain over its first coarse search
+_LAYERS_MOVED = np.array([1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32])  # layers that a neighbour of a result moves
+_FIRST, _HOPE = 8, 1.0005  # first rounds of descents from neighbours; the best one goes on if its TTFT is this close
 _WORTH = 1e-4  # least relative gain in TTFT of a round
 
 RowTime = tuple[Row, float]  # a row of _Search, and its TTFT
@@ -76,9 +78,10 @@ class _Effort(NamedTuple):
     spacings: int  # number of node distances in coarse searches
     refinements: int  # number of partitions of coarse searches that are refined
     again: int  # number of additional rounds with the same distance
+    shakes: int  # most descents from neighbours of the result
 
 
-_ROUGH, _QUICK, _THOROUGH = _Effort(2, 1, 0), _Effort(3, 1, 1), _Effort(4, 2, 5)
+_ROUGH, _QUICK, _THOROUGH = _Effort(2, 1, 0, 0), _Effort(3, 1, 1, 0), _Effort(4, 2, 5, 10)
 _LITTLE_S = 0.1  # seconds of allowance below which a search is rough; without an allowance, it is thorough
 
 
@@ -217,7 +220,41 @@ class _Search:
             if self._is_hopeless(found[0][1]):
                 return found[0][:2]
         refined = [self._refine(*one) for one in found[: self.effort.refinements] if one[1] <= _CLOSE * found[0][1]]
-        return self._descend(min(refined, key=itemgetter(1))[0], moves_pieces=True)
+        best = self._descend(min(refined, key=itemgetter(1))[0], moves_pieces=True)
+        for _ in range(self.effort.shakes):
+            near = self._neighbours_of_result(best[0])
+            begun = min(
+                (self._descend(one, _FIRST, moves_pieces=True) for one in near), key=itemgetter(1), default=best
+            )
+            if begun[1] > _HOPE * best[1]:
+                break
+            after = self._descend(begun[0], moves_pieces=True)
+            if after[1] >= best[1] * (1 - _WORTH):
+                return min(best, after, key=itemgetter(1))
+            best = after
+        return best
+
+    def _neighbours_of_result(self, row: Row) -> list[Row]:
+        """The fastest rows with one piece more or fewer, and with layers moved from one stage to any other."""
+        ends, count = self._ends(row), self.num_stages - 1
+        at = np.concatenate([[0], ends, [self.end]])
+        more = [np.sort(np.append(row, one)) for one in unique_rows((at[1:] + at[:-1]) // 2) if one not in at]
+        fewer = [np.delete(row, one) for one in range(len(ends))]
+        spans = np.pad(groups(count), ((0, 0), (len(row) - count, 0)))
+        moves = (_LAYERS_MOVED[:, None, None] * spans).reshape(-1, len(row))
+        moves = np.concatenate([moves, -moves])
+        moved = row + self._thinned(moves[valid(row + moves, self.end + self.num_layers)])
+        most = 2 if row.size < _FEW else 1
+        return [*self._fastest_of(more, most), *self._fastest_of(fewer, 1), *self._fastest_of(moved, 2 * most)]
+
+    def _fastest_of(self, rows: Sequence[Row] | Boundaries, most: int) -> list[Row]:
+        """At most this number of valid rows, fastest first."""
+        if not len(rows):
+            return []
+        each = np.array(rows)
+        each = each[valid(each, self.end + self.num_layers)]
+        ttft_s = self.evaluate(each) if len(each) else np.zeros(0)
+        return [each[one] for one in np.argsort(ttft_s, kind="stable")[:most] if np.isfinite(ttft_s[one])]
 
     def _spacings(self) -> list[int]:
         """Distances between nodes, in strides: parts of the lengths of even pieces with the least TTFT.
@@ -344,7 +381,7 @@ class _Search:
         )
         return list(dict.fromkeys(layouts))
 
-    def _descend(self, row: Row, *, moves_pieces: bool = False) -> RowTime:
+    def _descend(self, row: Row, rounds: int = _ROUNDS, *, moves_pieces: bool = False) -> RowTime:
         """Move the ends of stages (and of pieces, if `moves_pieces`), alone and in groups, as long as TTFT falls."""
         number = len(self._ends(row))
         pieces = np.pad(groups(number if moves_pieces else 0), ((0, 0), (0, len(row) - number * moves_pieces)))
@@ -353,7 +390,7 @@ class _Search:
             self.end + self.num_layers,
             1,
             self.evaluate,
-            rounds=_ROUNDS,
+            rounds=rounds,
             halve_from=first_step(self.end, 8 * (number + 1), 1) if moves_pieces else 1,
             directions=self._thinned(np.concatenate([pieces, -pieces])),
             also=self._thinned(self._layer_moves(number)),

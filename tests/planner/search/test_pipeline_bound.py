@@ -18,7 +18,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from planner.search.minimise import Evaluator
 from planner.search.pipeline import search_pipeline
-from planner.search.pipeline_bound import pipeline_bound_s
+from planner.search.pipeline_bound import _mix_s, _with_stage, pipeline_bound_s
 from tests.building import Draws, any_placed, any_scenario, as_measured, draws, examples
 
 SEARCHED = get_strategy("pp-s")
@@ -64,10 +64,10 @@ def test_no_pipeline_is_faster(rng: Draws) -> None:
     never_beaten(rng, scenario)
 
 
-@pytest.mark.parametrize("model", ["llama-3-8b", "deepseek-v3", "qwen3-next-80b-a3b"])
+@pytest.mark.parametrize("model", ["llama-3-8b", "deepseek-v3", "qwen3-next-80b-a3b", "llama-4-scout"])
 @pytest.mark.parametrize("engine", ["none", "serving"])
 def test_no_pipeline_of_published_models_is_faster(model: str, engine: str) -> None:
-    """The models have latents, windows, states, experts and dense first layers."""
+    """The models have latents, windows, chunks of attention, states, experts and dense first layers."""
     scenario, _ = kvrsim.make_scenario(ctx="8k", gpus=4, model=model, cluster="h100-nvlink", engine=engine)
     never_beaten(random.Random(model), scenario)
 
@@ -77,13 +77,35 @@ def test_no_pipeline_of_published_models_is_faster(model: str, engine: str) -> N
     pieces=st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=6),
 )
 @examples(300)
-def test_the_theorem(stages: list[float], pieces: list[float]) -> None:
-    """Some path through the grid of stages and pieces has at least (S + M - 1) / (S M) of all work."""
+def test_the_recursion_over_stages(stages: list[float], pieces: list[float]) -> None:
+    """Some path through the grid of stages and pieces has at least V of all work of the pieces."""
     longest = np.zeros((len(stages) + 1, len(pieces) + 1))
     for (row, stage), (column, piece) in product(enumerate(stages, start=1), enumerate(pieces, start=1)):
         longest[row, column] = max(longest[row - 1, column], longest[row, column - 1]) + stage * piece
-    share = (len(stages) + len(pieces) - 1) / (len(stages) * len(pieces))
-    assert longest[-1, -1] * EXACT >= share * sum(stages) * sum(pieces)
+    assert longest[-1, -1] * EXACT >= least_length(stages, len(pieces)) * sum(pieces)
+    even = least_length([1.0] * len(stages), len(pieces))
+    assert even == pytest.approx((len(stages) + len(pieces) - 1) / len(pieces))
+
+
+def least_length(stages: list[float], pieces: int) -> float:
+    """V of the module's docstring, for stages of this work."""
+    lengths = np.zeros((pieces + 1, 1))
+    for own in reversed(stages):
+        lengths = _with_stage(np.array([own]), lengths)
+    return float(lengths[pieces - 1, 0])
+
+
+@given(rng=draws())
+@examples(60)
+def test_mixing_takes_no_less_for_longer_and_later_pieces(rng: Draws) -> None:
+    """So the shortest, first piece of a cell bounds the time of its other pieces; also where attention is local."""
+    scenario = any_scenario(rng, kind=rng.choice([None, "mixed"]))
+    scenario = as_measured(rng, scenario) if rng.random() < 0.5 else scenario
+    lengths, starts = (np.sort([rng.randint(1, 5000) for _ in range(24)]).astype(float) - 1 for _ in range(2))
+    for costs in scenario.layer_costs():
+        seconds = _mix_s(costs, 1 + lengths[:, None], starts)
+        for axis in (0, 1):
+            assert (np.diff(seconds, axis=axis) >= -1e-9 * seconds.max()).all()
 
 
 def test_the_bound_is_close() -> None:
