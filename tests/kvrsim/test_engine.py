@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import kvrsim
@@ -111,18 +110,6 @@ def test_a_profile_names_its_engine_and_none_stands_for_its_own_host() -> None:
     assert kvrsim.simulate(**ALONE, profile=named, engine=NO_ENGINE).ttft_s >= 32 * own.layer_s
     inline = replace(profile, engine=with_host(request_s=5.0))
     assert kvrsim.simulate(**ALONE, profile=inline).ttft_s > 5.0
-
-
-@pytest.mark.parametrize("strategy", ["tsp", "kvr-e", "ring", "ulysses", "tp", "pp", "tp2+kvr-e"])
-def test_executors_agree_under_an_engine(strategy: str) -> None:
-    engine = replace(
-        with_host(request_s=1e-3, token_s=1e-7, step_s=2e-3, layer_s=3e-4, collective_s=2e-5),
-        kernel_scale={"other": 1.3},
-        decode_step=True,
-    )
-    about = ALONE | {"gpus": 4, "strategy": strategy, "profile": "a100-flash", "engine": engine}
-    both = [kvrsim.simulate(**about, executor=executor).ttft_s for executor in ("batch", "event")]
-    assert np.ptp(both) <= 1e-9 * both[0]
 
 
 def test_a_decode_step_behind_a_long_context_reads_its_keys_once() -> None:

@@ -19,16 +19,24 @@ import pytest
 
 from kvrsim.strategies import get_strategy
 from tests.building import any_rows, any_run
-from tests.laws.test_executors import NAMES, NETWORKS, assert_executors_agree
+from tests.laws.test_executors import (
+    NAMES,
+    NETWORKS,
+    assert_executors_agree,
+    assert_executors_agree_on_a_small_program,
+)
 
 CORPUS = Path(__file__).with_name("corpus.json")
+SMALL = "small programs"  # examples of this name are programs, with a network of their own
 
 
 def replay(name: str, network: str, seed: int) -> None:
     """Run one example; raises AssertionError if the executors differ."""
+    if name == SMALL:
+        return assert_executors_agree_on_a_small_program(seed)
     rng, strategy = random.Random(seed), get_strategy(name)
     scenario = any_run(rng, strategy, topologies=NETWORKS[network])
-    assert_executors_agree(scenario, strategy, any_rows(rng, scenario, strategy, 3))
+    return assert_executors_agree(scenario, strategy, any_rows(rng, scenario, strategy, 3))
 
 
 @pytest.mark.parametrize(("name", "network", "seed"), json.loads(CORPUS.read_text("utf-8"))["examples"])
@@ -40,7 +48,7 @@ def campaign(seed: int, minutes: float) -> int:
     """Run random examples for some minutes; return the number of failures."""
     rng, until_s, count, failing = random.Random(seed), time.monotonic() + 60.0 * minutes, 0, []
     while time.monotonic() < until_s:
-        one = rng.choice(NAMES), rng.choice(sorted(NETWORKS)), rng.randrange(2**32)
+        one = rng.choice((*NAMES, SMALL)), rng.choice(sorted(NETWORKS)), rng.randrange(2**32)
         count += 1
         try:
             replay(*one)

@@ -171,9 +171,6 @@ def test_slow_gpus_and_links_only_delay(rng: Draws) -> None:
         even_program, program = (build_program(one, STRATEGIES[name], cut) for one in (scenario, uneven))
         slow_s = run_batch(program, uneven.cluster)[:, 0]
         assert (slow_s >= run_batch(even_program, scenario.cluster)[:, 0] * (1 - EXACT)).all()
-        assert slow_s == pytest.approx(
-            np.array(EventSimulation(program, uneven.cluster, record=False).finish_s), rel=EXACT
-        )
 
 
 def test_jitter_and_slow_gpus_on_a_bus() -> None:

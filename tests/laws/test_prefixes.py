@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 
@@ -14,7 +13,6 @@ from kvrsim.choices import PREFIX_PLACEMENTS, PrefixPlace
 from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.event import EventSimulation
 from kvrsim.kernels.prefix import PrefixPlacement
 from kvrsim.memory import memory_of
 from kvrsim.program import loaded_bytes
@@ -47,20 +45,16 @@ def placed_at(scenario: Scenario, strategy: Strategy, rng: Draws, place: PrefixP
 
 @given(rng=draws())
 @examples(60)
-def test_executors_agree_and_the_prefix_is_no_sooner_there(rng: Draws) -> None:
-    """Both executors agree except for rounding; a prefix that must be loaded takes at least the time of a local one."""
+def test_a_prefix_is_no_sooner_there(rng: Draws) -> None:
+    """A prefix that must be loaded takes at least the time of a local one."""
     strategy = STRATEGIES[rng.choice(NAMES)]
     plain, cut = any_placed(rng, strategy)
     scenario = placed_at(plain, strategy, rng, rng.choice(ELSEWHERE))
     if scenario is None:
         return
-    program = build_program(scenario, strategy, columns(cut))
-    batch = run_batch(program, scenario.cluster)[:, 0]
-    event = EventSimulation(program, scenario.cluster)
-    assert batch == pytest.approx(np.array(event.finish_s), rel=1e-9, abs=0)
     if scenario.prefix_access == "whole":
         there = replace(scenario, prefix_placement=PrefixPlacement(), prefix_access=None)
-        assert batch[-1] >= ttft_s(there, strategy, cut) * (1 - 1e-9)
+        assert ttft_s(scenario, strategy, cut) >= ttft_s(there, strategy, cut) * (1 - 1e-9)
 
 
 @given(rng=draws())

@@ -12,14 +12,12 @@ import simpy
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvrsim.compile import build_program
 from kvrsim.executors.batch import compile_blocks
 from kvrsim.executors.bus import _Graph, _Run
 from kvrsim.executors.event import EventSimulation, FairBus
 from kvrsim.hardware import Cluster
 from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
-from kvrsim.strategies import STRATEGIES
-from tests.building import Draws, any_cluster, any_partition, any_scenario, draws, examples, plain
+from tests.building import any_cluster, examples
 
 Flows = list[tuple[float, float]]  # start (s) and bytes of each flow
 
@@ -152,24 +150,3 @@ def test_last_departure_of_each_layer(nbytes: list[float]) -> None:
     spans = EventSimulation(program, cluster).timeline.spans
     last_s = [max(span.end_s for span in spans if span.kind == "transfer" and span.layer == one) for one in range(4)]
     assert run.all_left_s(4)[:, 0] == pytest.approx(last_s, rel=1e-12)
-
-
-@given(rng=draws())
-@examples(60)
-def test_no_faster_than_all_bytes_over_the_bandwidth(rng: Draws) -> None:
-    scenario = any_scenario(rng, num_gpus=(2, 5), topologies=("bus",))
-    cut = any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
-    for name in ("kvr-s", "tsp"):
-        program = build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in cut])
-        replay = EventSimulation(program, scenario.cluster)
-        moved = sum(span.nbytes or 0.0 for span in replay.timeline.spans)
-        if name == "tsp":  # every piece crosses p - 1 links
-            pieces = [
-                op.nbytes.item() for rank in range(len(cut)) for _, op in program.ops(rank) if isinstance(op, AllGather)
-            ]
-            assert moved == pytest.approx((len(cut) - 1) * sum(pieces))
-        least_s = moved / scenario.cluster.link.bandwidth_bytes_per_s
-        assert max(replay.finish_s) >= least_s * (1 - 1e-9)
-        own = replace(plain(scenario.cluster), topology="switch")
-        for shared_s, own_s in zip(replay.finish_s, EventSimulation(program, own, record=False).finish_s, strict=True):
-            assert shared_s >= own_s * (1 - 1e-9), "a share of a bus is no faster than all of it"

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from kvrsim.compile import build_program
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
-from kvrsim.executors.event import EventSimulation
 from kvrsim.io.schema import JsonObject
 from kvrsim.io.schema import read as read_schema
 from kvrsim.kernels.attention import AttentionCall, BlockedRates, EagerRates, FlashRates, LatentRates, MeasuredSizes
@@ -326,12 +325,10 @@ def test_separate_kernels_and_held_multiprocessors_only_add(name: str, rng: Draw
 @pytest.mark.parametrize("sends", ["overlap", "rendezvous"])
 @given(rng=draws(), sms=st.integers(1, 200))
 @examples(15)
-def test_executors_agree_where_messages_hold_multiprocessors(name: str, sends: str, rng: Draws, sms: int) -> None:
+def test_messages_hold_multiprocessors(name: str, sends: str, rng: Draws, sms: int) -> None:
     scenario = with_merges(any_scenario(rng, num_gpus=(2, 6), roofline=False, sends=sends), fused=False, sms=sms)
     cut = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus).chunk_lens
     program = build_program(scenario, get_strategy(name), [np.array([float(chunk)]) for chunk in cut])
     (ring,) = {op.message_share for ranks in program.layers for ops in ranks for op in ops if isinstance(op, RingPass)}
     assert ring == min(0.9, sms / scenario.cluster.gpu.num_sms)
-    event = EventSimulation(program, scenario.cluster, record=False).finish_s
-    assert run_batch(program, scenario.cluster)[:, 0] == pytest.approx(np.array(event), rel=1e-12, abs=0)
     assert scenario.without_communication().message_share == 0.0
