@@ -101,9 +101,11 @@ class AllReduceRates:
 
     def seconds(self, nbytes: Array, num_gpus: int) -> Array:
         """Seconds to all-reduce `nbytes` bytes, an array; interpolated between measured numbers of GPUs."""
+        if (exact := next((table for table in self.measured if table.num_gpus == num_gpus), None)) is not None:
+            return exact.seconds(nbytes)
         low, share = cell(num_gpus, [table.num_gpus for table in self.measured])
         below_s = self.measured[int(low)].seconds(nbytes)
-        return below_s if not share else (1 - share) * below_s + share * self.measured[int(low) + 1].seconds(nbytes)
+        return (1 - share) * below_s + share * self.measured[int(low) + 1].seconds(nbytes)
 
 
 # GPUs, links and clusters

@@ -192,8 +192,8 @@ def strategies_table(plan: Plan, *, short: bool = False) -> Table:
                 value=one.ttft_high_s,
             ),
             "" if one.speedup is None else Cell(shown=f"{one.speedup:.2f}×", value=one.speedup),
-            seconds_cell(one.exposed_comm_s),
-            seconds_cell(max(one.wait_s)),
+            "" if short else seconds_cell(one.exposed_comm_s),  # both columns take time to compute
+            "" if short else seconds_cell(max(one.wait_s)),
             bytes_cell(max(rank.total for rank in one.memory)),
             fits_text(one.fits),
             ", ".join(one.engines) or "none",
