@@ -162,7 +162,7 @@ class MemoryLimit:
     def describe(self) -> str:
         """Describe the limit: "limit 72.0 GiB a GPU, 0.9 of its 80.0 GiB"."""
         total = format_bytes(self.gpu_memory_bytes)
-        return f"limit {format_bytes(self.nbytes)} a GPU, {self.memory_fraction:g} of its {total}"
+        return f"limit {format_bytes(self.nbytes)} per GPU, {self.memory_fraction:g} of its {total}"
 
     def to_dict(self) -> dict[str, int | float]:
         """Plain JSON values."""
@@ -323,7 +323,7 @@ class Cluster:
         link = f"{self.link.name}, {bandwidth}, {format_seconds(self.link.latency_s)}"
         if self.network is not None and self.topology == "nodes":
             network = self.network
-            between = f"{format_bandwidth(network.bandwidth_bytes_per_s)} a GPU, {format_seconds(network.latency_s)}"
+            between = f"{format_bandwidth(network.bandwidth_bytes_per_s)} per GPU, {format_seconds(network.latency_s)}"
             link = f"{link}; nodes of {self.gpus_per_node} over {network.name}, {between}"
         return f"{self.name}: {self.num_gpus} x {self.gpu.name}, {self.topology} ({link})"
 

@@ -313,6 +313,6 @@ def _would_fit(plan: Plan) -> Iterator[str]:
     assert plan.shortfall is not None
     for one in plan.shortfall.would_fit:
         gpus = f"{one.num_gpus} GPU{'s' * (one.num_gpus != 1)}"
-        yield f"Would fit: {one.strategy} on {gpus}, {one.dtype}, {format_bytes(one.peak_bytes)} a GPU: {one.change}"
+        yield f"Would fit: {one.strategy} on {gpus}, {one.dtype}, {format_bytes(one.peak_bytes)} per GPU: {one.change}"
     if not plan.shortfall.would_fit:
         yield ("No strategy would fit on up to 16 times as many GPUs. Strategies with long searches were not tried.")

@@ -173,4 +173,4 @@ def decode_fleet(scenario: Scenario, limits: FleetLimits, sequences: Sequences, 
     reason = "its cache does not fit beside the weights"
     if math.isfinite(fastest_s):
         reason = f"a step of one sequence takes at least {1e3 * fastest_s:.3g} ms"
-    return f"no group decodes at {1e3 * tpot_s:g} ms a token: {reason}"
+    return f"no group decodes at {1e3 * tpot_s:g} ms per token: {reason}"

@@ -97,7 +97,7 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
     if sent is not None and fleet.p50_kv_transfer_s is not None and fleet.p99_kv_transfer_s is not None:
         rate = "" if sent.mean_bytes_per_s is None else f", {format_bandwidth(sent.mean_bytes_per_s)} in all"
         after = f"{format_seconds(fleet.p50_kv_transfer_s)} (p50) and {format_seconds(fleet.p99_kv_transfer_s)} (p99)"
-        yield "KV-cache", f"{format_bytes(sent.mean_bytes)} a request{rate}; gone {after} after the first token"
+        yield "KV-cache", f"{format_bytes(sent.mean_bytes)} per request{rate}; gone {after} after the first token"
     if decoders is not None:
         gpus = f"{decoders.num_gpus} GPU{'s' * (decoders.num_gpus > 1)}"
         yield (

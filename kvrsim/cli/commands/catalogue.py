@@ -268,7 +268,7 @@ def show_model(model: ModelSpec) -> None:
         "hidden size": f"{model.hidden_size}",
         "vocabulary": f"{model.vocab_size}{', head tied to the embedding' if model.tie_word_embeddings else ''}",
         "weights": f"{format_bytes(model.weight_bytes(2))}{quantised}",
-        "cache": f"{format_bytes(model.kv_bytes_per_token(2))} a token{state_text}",
+        "cache": f"{format_bytes(model.kv_bytes_per_token(2))} per token{state_text}",
         "approximated": "\n".join(model.approximations) or "nothing",
     }
     table = facts(*rows.items())
@@ -463,25 +463,25 @@ engines = _commands(
 )
 
 TERM_MEANINGS = {  # terms of an engine's record
-    "request_s": "before the first layer, once a request",
-    "token_s": "more for each token of the request",
-    "step_s": "before each pass through the layers",
-    "layer_s": "host, to issue one layer",
-    "kernel_s": "host, more for each kernel of the layer",
-    "launch_s": "each kernel of the layer, next to its own time",
-    "gather_piece_s": "host, more for each rank of an all-gather",
-    "resume_s": "that the GPU waits after the communication of a layer",
-    "message_s": "host, to issue one send or receive",
-    "prepare_s": "host, in each step",
-    "collective_s": "each collective of tensor parallelism, next to its kernel",
-    "kernel_scale": "kernels' seconds over the profile's",
+    "request_s": "per request, before the first layer",
+    "token_s": "per token of the request, before the first layer",
+    "step_s": "per pass through the layers",
+    "layer_s": "host, per layer",
+    "kernel_s": "host, per kernel of a layer",
+    "launch_s": "per kernel of a layer, in addition to its own time",
+    "gather_piece_s": "host, per rank of an all-gather",
+    "resume_s": "idle time of the GPU after the communication of a layer",
+    "message_s": "host, per send or receive",
+    "prepare_s": "host, per step",
+    "collective_s": "per collective of tensor parallelism, in addition to its kernel",
+    "kernel_scale": "seconds of kernels divided by those of the profile",
 }
 _UNKNOWN = {  # kinds of uncertainty in ranges of whole TTFTs, as in EngineFit.widths
-    "setting": "measured over predicted",
+    "setting": "measured divided by predicted",
     "model": "the same for a model_type that was not measured",
-    "gpu": "the same on a GPU that was not measured",
+    "gpu": "the same for a GPU that was not measured",
     "version": "the same for a version that was not measured",
-    "short": f"the same below {SHORT_TOKENS} tokens",
+    "short": f"the same for fewer than {SHORT_TOKENS} tokens",
 }
 
 
@@ -497,10 +497,14 @@ def show_engine(engine: Engine) -> None:
         if sides is not None and (unknown == "setting" or (engine.fit and unknown in engine.fit.widths)):
             table.add_row("TTFT", "1", f"{math.exp(-sides[0]):.3g} to {math.exp(sides[1]):.3g}", meaning)
     first_token = "the prefill and one decode step" if engine.decode_step else "the prefill"
-    lines = [f"{engine.name}: {engine.title}", engine.description, engine.not_covered]
+    lines = [
+        f"{engine.name}: {engine.title}",
+        engine.description,
+        f"not covered: {engine.not_covered or 'nothing stated'}",
+    ]
     rests = [f"{key}: {text}" for key, text in engine.provenance.items()]
     errors = [f"errors: {_engine_errors(engine)}"] if engine.fit is not None else []
-    show(*lines, "", table, "", f"TTFT: {first_token}", *errors, *rests)
+    show(*lines, "", table, "", f"TTFT: includes {first_token}", *errors, *rests)
 
 
 def _values(engine: Engine, term: str) -> list[tuple[str, float]]:

@@ -103,7 +103,7 @@ def test_a_model_of_70b_gets_both_fleets() -> None:
 def test_a_tpot_that_no_group_keeps_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     options = f"capacity llama-7b a100-nvlink --requests {REQUESTS} --slo-ttft 5s --replications 1 --group-sizes 2"
     assert cli.main([*options.split(), "--strategies", "tp", "--tpot", "10us"]) == 1
-    assert "no group decodes at 0.01 ms a token" in capsys.readouterr().out
+    assert "no group decodes at 0.01 ms per token" in capsys.readouterr().out
 
 
 def test_sequences_at_once_and_their_mean_context() -> None:
