@@ -250,7 +250,7 @@ CostModel = CalibratedCost | RooflineCost | WeightedCost
 
 
 class _Listing(dict[Part, Array]):
-    """Weights of 1; a part is added when its weight is read."""
+    """A weight of 1 for each part whose weight was read, so that its keys list the parts of a cost."""
 
     def __missing__(self, part: Part) -> Array:
         self[part] = np.ones(1)

@@ -171,8 +171,8 @@ class SparseKernels:
 class SparseRates:
     """Rates by the unit that is chosen: single keys, entries that stand for several tokens, or blocks of tokens."""
 
-    keys: SparseKernels | None = None  # None: counted from the rates of other operations
-    entries: SparseKernels | None = None  # None: `keys` price them
+    keys: SparseKernels | None = None  # None: from the rates of other operations
+    entries: SparseKernels | None = None  # None: the rates of `keys` apply
     blocks: SparseKernels | None = None
 
     def __post_init__(self) -> None:

@@ -236,9 +236,9 @@ class _Intervals:
         self.holds = np.minimum(self.holds, after_s + walls.others_s)  # the waits are proven for TTFTs below this value
 
     def improve(self) -> None:
-        """Try the next target of each interval, and choose the target after that.
+        """Evaluate the bound at the next target TTFT of each interval, and choose the target after it.
 
-        The search is for the target that equals the first rank's time with its remaining chunk. Waits that are proven
+        The search ends at the target that equals the first rank's time with its remaining chunk. Waits that are proven
         for a target are proven for all lower targets.
         """
         chain, goal, after_s = self.bound.chain, self.goal, self.tails.after_append_s

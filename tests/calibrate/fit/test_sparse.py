@@ -31,7 +31,7 @@ def write(folder: Path, kind: str, rows: list[dict[str, Any]]) -> Path:
     return perf_table(folder, f"t1/{table}/sglang/1.0/{module}", (about | row for row in rows))
 
 
-@pytest.mark.parametrize("kind", ["keys", "blocks"])
+@pytest.mark.parametrize("kind", ["keys", pytest.param("blocks", marks=pytest.mark.slow)])
 def test_modules_are_products_and_what_is_between(kind: str, tmp_path: Path) -> None:
     shapes = list(product((1, 512, 2048, 8192), (0, 4096, 16384, 65536), (8, 16, 64)))
     rows: list[dict[str, Any]] = [
