@@ -11,8 +11,9 @@ import numpy as np
 
 from kvrsim.arguments import OnProgress
 from kvrsim.choices import METHODS
+from kvrsim.compile import build_program
 from kvrsim.errors import InputError
-from kvrsim.program import Array
+from kvrsim.program import Array, Compute
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, chain_like
@@ -157,6 +158,8 @@ class _Search:
     def _descended(self) -> tuple[Row, float]:
         from planner.search.descents import Descents
 
+        if self.warm_start is not None and self.strategy.chains and not self._uses_query_blocks(self._scattered()):
+            return self.warm_start, float(self._evaluate(self.warm_start[None])[0])
         is_bus = self.scenario.cluster.shares_bandwidth
         seeds = self._plans_on_own_links() if is_bus else list(self._seeds())
         plans = [chunks_between(seed, self.tokens).astype(float) for seed in seeds]
@@ -172,6 +175,13 @@ class _Search:
         best = descents.run()
         self.was_limited = descents.was_limited
         return best
+
+    def _uses_query_blocks(self, boundaries: Boundaries) -> bool:
+        """Whether any rank issues attention in several calls; if none does, the best partition is the chain's."""
+        chunks = chunks_between(boundaries, self.tokens).astype(float)
+        layers = build_program(self.scenario, self.strategy, list(chunks.T)).layers
+        ops = [op for kind in layers for own in kind for op in own if isinstance(op, Compute)]
+        return any(op.query_blocks is not None and op.query_blocks.max() > 1 for op in ops)
 
     def _plans_on_own_links(self) -> list[Row]:
         """Boundaries of the best partitions on links of each rank's own, and the warm start."""

@@ -69,3 +69,15 @@ def test_a_search_on_a_bus_keeps_to_its_limit_and_says_so(ranks: int, monkeypatc
     assert [note for note in plan.warnings if "kvr-s" in note and "60 partitions" in note]
     ttft_s = {result.strategy: result.ttft_s for result in plan.strategies}
     assert ttft_s["kvr-s"] <= ttft_s["kvr-e"]
+
+
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "llama-3-8b"])
+def test_query_blocks_that_no_rank_uses_need_no_search(model: str) -> None:
+    """Causal kernels skip masked scores, so blocks gain nothing: kvr-b has the best partition of kvr-s."""
+    scenario = make_scenario(model=model, cluster="h100-nvlink", gpus=4, ctx=4096, topology="bus")[0]
+    chain, strategy = search(scenario, KVR), get_strategy("kvr-b")
+    found = search(scenario, strategy, warm_start=chain.partition)
+    assert found.report.evaluations == 1
+    assert (found.partition, found.ttft_s) == (chain.partition, pytest.approx(chain.ttft_s, rel=1e-12))
+    eager = make_scenario(gpus=3, ctx=2048, topology="bus")[0]
+    assert search(eager, strategy, warm_start=search(eager, KVR).partition).report.evaluations > 1
