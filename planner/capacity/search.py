@@ -375,7 +375,7 @@ class FleetSearch:
     def fits(self, designs: Sequence[Fleet], earlier: Sequence[Fit] = ()) -> list[Fit]:
         """The earlier fits and the fits of designs that meet the target at no higher cost, best first."""
         fits = list(earlier)
-        for design in self._report(designs, "designs of fleets"):
+        for design in self._report(designs, "step 2 of 3, designs of fleets"):
             best = min((fit.cost for fit in fits), default=math.inf)
             if (fit := self.fit(design, at_most=best if len(design) > 1 else math.inf)) is not None:
                 fits.append(fit)
@@ -462,7 +462,7 @@ class FleetSearch:
             for scale in (_SCALES if designs else _BELOW)
         ]
         fleets = [one for one in dict.fromkeys(scaled) if gpus_of(one) <= self.limits.max_gpus]
-        answers = (self.simulator.answer(one, has_interval=False) for one in self._report(fleets, "larger fleets"))
+        answers = (self.simulator.answer(one, has_interval=False) for one in self._report(fleets, "step 3 of 3, larger fleets"))
         return tuple(replace(answer, runs=()) for answer in answers)
 
     def nearest_miss(self) -> FleetAnswer:

@@ -420,11 +420,11 @@ class ServiceTimes:
         if not work:
             return
         about_s = np.cumsum([prefills.about_s(prefix) for prefills, prefix, _ in work.values()])
-        report(0, 100, "prefill times of groups, %")
+        report(0, 100, "step 1 of 3, prefill times of groups, %")
         results = pool.run(Prefills.times, list(work.values()), share=_TIMES_SHARE)
         for key, done_s, grid in zip(work, about_s, results, strict=False):
             self._of_strategies[key] = grid
-            report(100 * done_s / about_s[-1], 100, "prefill times of groups, %")
+            report(100 * done_s / about_s[-1], 100, "step 1 of 3, prefill times of groups, %")
         for size, name in dict.fromkeys(key[:2] for key in work if key not in self._of_strategies):
             self.left_out.setdefault(size, []).append(name)
 
