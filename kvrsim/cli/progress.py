@@ -75,15 +75,13 @@ class Progress:
         """The text, the part that is done, and the remaining time at the same pace."""
         done, total, text = self._state
         if total is None:
-            return text
+            return text or "working"
         line = f"{text}: {done:.0f} of {total:.0f}"
         if 0 < done < total:
             line += f", about {(self.elapsed_s - self._since_s) / done * (total - done):.0f} s more"
         return line
 
     def _draw(self) -> None:
-        if not self._state[2]:
-            return
         if sys.stderr.isatty():
             if self.elapsed_s >= self._patience_s:
                 line = self._line()[: get_terminal_size().columns - 1]

@@ -462,7 +462,8 @@ class FleetSearch:
             for scale in (_SCALES if designs else _BELOW)
         ]
         fleets = [one for one in dict.fromkeys(scaled) if gpus_of(one) <= self.limits.max_gpus]
-        answers = (self.simulator.answer(one, has_interval=False) for one in self._report(fleets, "step 3 of 3, larger fleets"))
+        reported = self._report(fleets, "step 3 of 3, larger fleets")
+        answers = (self.simulator.answer(one, has_interval=False) for one in reported)
         return tuple(replace(answer, runs=()) for answer in answers)
 
     def nearest_miss(self) -> FleetAnswer:

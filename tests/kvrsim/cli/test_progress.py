@@ -55,3 +55,10 @@ def test_short_work_prints_nothing(clock: Clock, capsys: pytest.CaptureFixture[s
     clock.now_s += 9
     progress(1, 2, "entries")
     assert capsys.readouterr().err == ""
+
+
+def test_work_that_reports_nothing_is_not_silent(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress()
+    clock.now_s += 10
+    progress(0, None, "")
+    assert capsys.readouterr().err == "kvrsim: working, after 10 s\n"
