@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # importing noise slows the start of a plan without noise
     from kvrsim.noise import NoiseDraw
     from kvrsim.results.timeline import Timeline
 
-BLOCK = 8192  # partitions that are evaluated together: arrays of 64 KiB, which stay in a core's cache
+BLOCK = 8192  # partitions that are evaluated together on more than 8 ranks; on fewer ranks, up to twice as many
 _MANY = 1024  # number of partitions from which their arrays are large
 _KEPT = 3 * 2**20  # length of an array of 24 MiB, whose pages are never touched
 _CELLS = 2**14  # partitions times samples that are evaluated together
@@ -132,7 +132,7 @@ class Runner:
         if num_samples == 1 and self.chain is not None:
             return max(_LEAST_ROWS, _CHAIN_CELLS // ranks)
         if not self.cluster.shares_bandwidth:
-            return min(BLOCK, max(1, _CELLS // num_samples))
+            return min(max(BLOCK, 8 * _CELLS // ranks), max(1, _CELLS // num_samples))
         messages = self.scenario.share.num_hidden_layers * ranks * (1 if self.strategy.chains else ranks)
         return min(_SHARED_BLOCK, max(1, _SHARED_CELLS // messages))
 
