@@ -80,7 +80,7 @@ def check_writable(path: str | Path, argument: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write a folder's list of files to the disk; file systems that cannot do this do not need it."""
+    """Write a folder's list of files to the disk; does nothing on file systems without this operation."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
