@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrsim.executors.batch import compile_blocks
-from kvrsim.executors.bus import _Graph, _Run
+from kvrsim.executors.bus import _Graph, _Run, _steady_finish_s
 from kvrsim.executors.event import EventSimulation, FairBus
 from kvrsim.hardware import Cluster
 from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
@@ -150,3 +150,14 @@ def test_last_departure_of_each_layer(nbytes: list[float]) -> None:
     spans = EventSimulation(program, cluster).timeline.spans
     last_s = [max(span.end_s for span in spans if span.kind == "transfer" and span.layer == one) for one in range(4)]
     assert run.all_left_s(4)[:, 0] == pytest.approx(last_s, rel=1e-12)
+
+
+@pytest.mark.parametrize(("nbytes", "is_steady"), [((3.0, 1.0), False), ((2.0, 2.0), True)])
+def test_layers_are_skipped_if_no_message_leaves_after_a_rank_begins_the_next(
+    nbytes: tuple[float, float], is_steady: bool
+) -> None:
+    """With 3 and 1 bytes, rank 0 begins the next layer while its own piece is on the bus."""
+    layer = tuple((AllGather(nbytes=np.array([size])),) for size in nbytes)
+    program, cluster = replace(one_layer(*layer), layer_kind_index=(0,) * 12), bus_cluster(2)
+    finish_s = _steady_finish_s(program, cluster, compile_blocks(program, cluster))
+    assert (finish_s is not None) == is_steady

@@ -109,10 +109,10 @@ def test_mixing_takes_no_less_for_longer_and_later_pieces(rng: Draws) -> None:
 
 
 def test_the_bound_is_close() -> None:
-    """The bound is within 10 % of the search's result, for a long prompt on eight GPUs."""
+    """The bound is within 4.5 % of the search's result, for a long prompt on eight GPUs."""
     scenario, _ = kvrsim.make_scenario(ctx="64k", gpus=8, model="llama-3-8b", cluster="h100-nvlink")
     found = search_pipeline(scenario, SEARCHED)
-    assert 1.0 <= found.ttft_s / pipeline_bound_s(scenario) <= 1.1
+    assert 1.0 <= found.ttft_s / pipeline_bound_s(scenario) <= 1.045
 
 
 def test_long_pieces_of_eager_attention_are_not_faster_than_the_bound() -> None:
@@ -130,7 +130,7 @@ def test_the_bound_is_close_where_messages_hold_the_stages() -> None:
     slow = UnevenCluster.of(scenario.cluster, [SlowGpu(rank=1, factor=1.6)], [])
     scenario = for_strategy(replace(scenario, cluster=slow), SEARCHED)
     assert not scenario.sends_overlap
-    assert 1.0 <= search_pipeline(scenario, SEARCHED).ttft_s / pipeline_bound_s(scenario) <= 1.15
+    assert 1.0 <= search_pipeline(scenario, SEARCHED).ttft_s / pipeline_bound_s(scenario) <= 1.03
 
 
 def test_links_of_several_kinds_bound_a_pipeline() -> None:
