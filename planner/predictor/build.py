@@ -271,9 +271,16 @@ def _candidates(strategy: Strategy, places: Sequence[Scenario], points: Sequence
     """The candidate at each point; chunks and pieces are searched at the sampled points, and interpolated between."""
     if strategy.partition_rule not in _SEARCHED:
         return [quick_candidate(place, strategy) for place in places]
-    candidates = [quick_candidate(places[0], strategy)]
-    for first, last in pairwise(_sample(len(points))):
-        low, high = candidates[first], quick_candidate(places[last], strategy)
+    sampled = _sample(len(points))
+    searched = {index: quick_candidate(places[index], strategy) for index in sampled}
+    candidates = [searched[0]]
+    # A quick search of pieces is rough: pieces between those of the neighbours may be faster.
+    for first, middle, last in zip(sampled, sampled[1:], sampled[2:], strict=False):
+        weight = float(np.interp(np.log(points[middle]), np.log([points[first], points[last]]), [0, 1]))
+        between = _between(searched[first], searched[last], places[middle], weight)
+        searched[middle] = min(searched[middle], between, key=lambda one: (not one.fits, one.ttft_s))
+    for first, last in pairwise(sampled):
+        low, high = searched[first], searched[last]
         weights = np.interp(np.log(points[first + 1 : last]), np.log([points[first], points[last]]), [0, 1])
         candidates += [_between(low, high, *pair) for pair in zip(places[first + 1 : last], weights, strict=True)]
         candidates.append(high)
