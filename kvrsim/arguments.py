@@ -16,14 +16,13 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Self, TypeVar
 
 from kvrsim.choices import EXECUTORS, FLEET_OBJECTIVES, MAP_STRATEGIES, METHODS, POOL_BACKENDS
 from kvrsim.errors import InputError
 from kvrsim.units import parse_bandwidth, parse_count, parse_lengths, parse_number, parse_seconds, parse_tokens
-from kvrsim.values import dataclass
 
 STRATEGY = "kvrsim.strategies.base:Strategy"
 MOST_VALUES = 2**16  # in one list

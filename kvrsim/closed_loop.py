@@ -15,8 +15,7 @@ engine that also decodes finishes the running step first. If prompts also wait f
 from __future__ import annotations
 
 import math
-
-from kvrsim.values import dataclass
+from dataclasses import dataclass
 
 FIRST_WAVE = 0.1  # share of the requests that arrive together; benchmarks send ten prompts per user
 OUTPUT_TOKENS = 1024  # default output tokens per request, as in public benchmarks

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +18,6 @@ from typing import Annotated
 from kvrsim.errors import InputError
 from kvrsim.io.schema import Keys, NonNegative, RelativeError, Whole, named_object, read, shipped_files, write_json
 from kvrsim.units import scale
-from kvrsim.values import dataclass
 
 PRIOR_ENGINE = "serving"  # name of the prior that all measured engines share
 NO_ENGINE = "none"  # no engine: the kernels and the host times of the profile

@@ -11,7 +11,7 @@ import math
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -32,7 +32,6 @@ from kvrsim.io.schema import (
 )
 from kvrsim.program import Array
 from kvrsim.units import MAX_BYTES, format_bandwidth, format_bytes, format_seconds, scale
-from kvrsim.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,11 +21,10 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvrsim.errors import InputError
-from kvrsim.values import dataclass
 
 ENGINE_SCHEMES = ("zigzag", "interleave")  # schemes of context parallelism in serving engines
 Exchange = Literal["none", "all-to-all", "gather"]

@@ -10,7 +10,7 @@ value, weighted difference, new value) and the block's value in half precision: 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from kvrsim.program import Array, Compute, Load, Program, RingPass, bytes_in_fli
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks, stages
-from kvrsim.values import dataclass
 
 EAGER_SCORE_PEAK_BYTES = 10  # bytes per element of a score matrix in half precision, as counted above
 MERGE_PEAK_BYTES, FUSED_MERGE_PEAK_BYTES = 18, 6  # bytes per element of the output, as counted above

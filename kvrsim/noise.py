@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +18,6 @@ from kvrsim.hardware import Cluster, SlowGpu, SlowLink, UnevenCluster
 from kvrsim.io.schema import JsonObject, Range, Share, fields_to_json, read
 from kvrsim.program import Array
 from kvrsim.units import parse_seconds
-from kvrsim.values import dataclass
 
 Spread = Annotated[float, Range(least=0.0, most=2.0)]
 

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-
-from kvrsim.values import dataclass
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]

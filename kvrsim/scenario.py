@@ -6,7 +6,7 @@ A partition says how the request's context is split over ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -29,7 +29,6 @@ from kvrsim.layout import Degrees, Layout, layout_on
 from kvrsim.model.quantization import in_fp8
 from kvrsim.model.spec import ModelSpec
 from kvrsim.units import MAX_TOKENS, scale
-from kvrsim.values import dataclass
 
 MAX_BATCH = 2**20
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -35,7 +35,6 @@ from kvrsim.strategies.layers import supported_prefix_access
 from kvrsim.strategies.pipeline import context_ranks, pipeline_computes_s
 from kvrsim.strategies.pipeline import program as pipeline_program
 from kvrsim.units import format_bytes
-from kvrsim.values import dataclass
 from planner.deploy_engines import deploy_engine, engines_with
 from planner.search.minimise import Allowance
 from planner.search.search import SearchResult, search

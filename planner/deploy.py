@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvrsim.errors import InputError
@@ -15,7 +15,6 @@ from kvrsim.model.spec import ModelSpec
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.units import format_bytes
-from kvrsim.values import dataclass
 from planner.candidates import Candidate, all_for
 from planner.deploy_engines import DeployEngine, deploy_engine, engines_with, layout_on_gpus
 

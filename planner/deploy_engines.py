@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from kvrsim.errors import InputError
 from kvrsim.layout import Degrees, Layout
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
-from kvrsim.values import dataclass
 
 _DATA = Path(__file__).parents[1] / "kvrsim" / "data" / "deploy.json"  # planner and kvrsim are installed in one folder
 OptionKind = str | Sequence[str]  # "int", "float", "str", "flag", or the allowed values

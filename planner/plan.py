@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -25,7 +25,6 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, label_of
 from kvrsim.strategies.pipeline import layers_of
 from kvrsim.units import format_bytes
-from kvrsim.values import dataclass
 from planner.candidates import (
     Candidate,
     ComparedStrategies,

@@ -5,14 +5,11 @@ The module of a command is imported when the command runs; the other commands co
 
 from __future__ import annotations
 
-import atexit
 import gc
 import io
 import os
 import sys
-import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
 from importlib import import_module
 
@@ -127,20 +124,9 @@ def run() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # escapes characters that the terminal's encoding lacks
     code = main(sys.argv[1:])
-    _end_at_once(code)
     gc.freeze()  # without it, Python visits every object of torch at exit, which takes a second
     exec("")  # after Ctrl-C in an `exec` of a library, Python would otherwise end itself by SIGINT, not by `code`
     sys.exit(code)
-
-
-def _end_at_once(code: int) -> None:
-    """End the process without dismantling modules, which takes 15 ms; return if something waits for a regular end."""
-    if atexit._ncallbacks() or threading.active_count() > 1 or sys.getprofile() or sys.gettrace():
-        return
-    with suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def _open_closed_streams() -> None:

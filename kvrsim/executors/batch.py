@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, reduce
 from itertools import groupby
 from typing import TYPE_CHECKING, cast
@@ -36,7 +36,6 @@ from kvrsim.program import (
     host_s_of,
     stream_s,
 )
-from kvrsim.values import dataclass
 
 if TYPE_CHECKING:  # importing noise would slow the start of every plan
     from kvrsim.noise import NoiseDraw

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,7 +23,6 @@ from kvrsim.executors.batch import Block, Message, Segment, Step, compile_blocks
 from kvrsim.executors.steady import periods_of, steady_advance
 from kvrsim.hardware import Cluster
 from kvrsim.program import AllGather, AllToAll, Array, Load, Program, Recv, RingPass, beside_message_s
-from kvrsim.values import dataclass
 
 if TYPE_CHECKING:  # importing noise would slow the start of every plan
     from kvrsim.noise import NoiseDraw

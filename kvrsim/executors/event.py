@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,6 @@ from kvrsim.program import (
     beside_message_s,
 )
 from kvrsim.results.timeline import Span, SpanKind, SpanOp, Timeline
-from kvrsim.values import dataclass
 
 Process = Generator[simpy.Event, Any, Any]
 EndsAt = Callable[[int, float, float], float]  # number, start and duration of a message -> its end under noise

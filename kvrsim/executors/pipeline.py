@@ -15,6 +15,7 @@ of programs up to rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, reduce
 from itertools import accumulate, groupby, pairwise
 
@@ -28,7 +29,6 @@ from kvrsim.program import AllGather, Array, Op, Recv, slower
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Strategy
 from kvrsim.strategies.pipeline import PieceOps, program, stages
-from kvrsim.values import dataclass
 
 Index = npt.NDArray[np.intp]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,6 @@ from kvrsim.kernels.cost import CostModel
 from kvrsim.program import Array, Program
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies.base import Strategy
-from kvrsim.values import dataclass
 
 if TYPE_CHECKING:  # importing noise slows the start of a plan without noise
     from kvrsim.noise import NoiseDraw

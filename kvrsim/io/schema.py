@@ -27,7 +27,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from types import NoneType, UnionType
@@ -36,7 +36,6 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from kvrsim.errors import InputError
 from kvrsim.io.files import read_text, write_atomically
 from kvrsim.units import MAX_TOKENS
-from kvrsim.values import dataclass
 
 T = TypeVar("T")
 MAX_FILE_BYTES = 2**24  # larger than any configuration; a file of weights given by mistake is not read whole

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -37,7 +37,6 @@ from kvrsim.kernels.gemm import Product, pieces, products_of
 from kvrsim.kernels.mixer import LayerSetting, MixerCost
 from kvrsim.model.mixers import Attention, LatentAttention
 from kvrsim.program import Array
-from kvrsim.values import dataclass
 
 ATTENTION_KERNELS = ("eager", "sdpa", "flash")
 ATTENTION = Part("attention")

@@ -12,7 +12,7 @@ All arguments may be arrays over a batch of partitions; all results have their s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +23,6 @@ from kvrsim.hardware import GpuSpec
 from kvrsim.kernels.elementwise import NO_COPIES, CacheCopies, ElementwiseRates, Traffic
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, GemmType, Product, RowCost, Width, of_each, summed
 from kvrsim.program import Array
-from kvrsim.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

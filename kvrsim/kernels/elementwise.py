@@ -43,13 +43,12 @@ as PyTorch on A100 in the profile a100-eager: 1.584 of 2.039 TB/s, fitted to pub
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from kvrsim.io.schema import NonNegative
 from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention, Mixer, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
-from kvrsim.values import dataclass
 
 ElementwiseOp = Literal["norm", "rotary", "activation", "residual", "copy", "embedding"]
 ELEMENTWISE_OPS: tuple[ElementwiseOp, ...] = get_args(ElementwiseOp)

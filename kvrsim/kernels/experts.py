@@ -16,7 +16,7 @@ results are summed and scattered. In both cases all ranks have about the same nu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Annotated
 
@@ -31,7 +31,6 @@ from kvrsim.kernels.tensor_parallel import Group
 from kvrsim.layout import ONE_LAYOUT, Exchange, Layout
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.program import Array
-from kvrsim.values import dataclass
 
 EXPERTS = Part("experts")
 _HALF_BYTES = 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,7 +20,6 @@ from kvrsim.interp import log_interp
 from kvrsim.io.schema import NonNegative, PositiveShare
 from kvrsim.model.gemm import Gemm
 from kvrsim.program import Array
-from kvrsim.values import dataclass
 
 _LAST_STEP = 512  # steps of the time table; beyond them time is proportional to rows
 

@@ -7,6 +7,7 @@ keys, or a recurrence. Arguments and results are arrays of any one shape.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from math import inf
 
 import numpy as np
@@ -21,7 +22,6 @@ from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import Mixer
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Array
-from kvrsim.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ other ranks in every layer. Shares are even and interleaved, so a window contain
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast, get_args
 
 import numpy as np
@@ -16,7 +16,6 @@ from kvrsim.errors import InputError
 from kvrsim.hardware import Cluster, Path, prefix_link
 from kvrsim.program import Array, Load
 from kvrsim.units import MAX_BYTES_PER_S, parse_bandwidth
-from kvrsim.values import dataclass
 
 _ACCEPTED = f"{', '.join(PREFIX_PLACEMENTS)}; host and remote may have a bandwidth per GPU, such as remote:10GB/s"
 _LOADED: tuple[PrefixPlace, ...] = ("host", "remote")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,7 +38,6 @@ from kvrsim.model.mixers import Attention, LatentAttention
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Array
 from kvrsim.units import map_fields
-from kvrsim.values import dataclass
 
 SCHEMA_VERSION = 2
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "profiles"

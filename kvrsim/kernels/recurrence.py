@@ -9,7 +9,7 @@ state after all tokens before the piece, which is known when their scan has ende
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import numpy as np
@@ -21,7 +21,6 @@ from kvrsim.kernels.elementwise import Traffic
 from kvrsim.kernels.mixer import MixerCost
 from kvrsim.model.mixers import Recurrence
 from kvrsim.program import Array
-from kvrsim.values import dataclass
 
 # Tokens per chunk, by kind of recurrence.
 SCAN_CHUNK: Mapping[str, int] = {"gated_delta": 64, "kda": 64, "mamba2": 128, "linear": 128, "scan": 2048}

@@ -10,6 +10,8 @@ Each step is a kernel. Its time is constant until its queries fill the device, a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from kvrsim.errors import InputError
@@ -20,7 +22,6 @@ from kvrsim.kernels.mixer import LayerSetting, MixerCost
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention
 from kvrsim.program import Array
-from kvrsim.values import dataclass
 
 SparseMixer = Attention | LatentAttention | CompressedAttention
 _SCORE_BYTES = 4.0  # bytes of a score in fp32

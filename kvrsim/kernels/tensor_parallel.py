@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvrsim.errors import InputError
 from kvrsim.hardware import AllReduceRates, Cluster, Path
@@ -10,7 +10,6 @@ from kvrsim.model.mixers import Mixer, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.program import Array, Collective
 from kvrsim.units import scale
-from kvrsim.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
-
-from kvrsim.values import dataclass
 
 # How the GPUs of a tensor-parallel group split a matrix. whole: not at all. columns: by columns. rows: by rows.
 # kv_heads: by columns of KV heads, at least one per GPU. qkv_heads: by columns of one matrix that holds Q (and a gate),

@@ -7,13 +7,12 @@ that do not grow with tokens). Token counts may be numbers or arrays; results ha
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 
 import numpy as np
 
 from kvrsim.model.gemm import Gemm
-from kvrsim.values import dataclass
 
 T = TypeVar("T")
 Tokens = Any  # a number or an array of tokens

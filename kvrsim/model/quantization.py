@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from kvrsim.io.schema import JsonObject, parse_json
 from kvrsim.model.gemm import FP8, FP8_ON_REQUEST, Gemm, Quantization, WeightFormat
 from kvrsim.model.mixers import with_matrices
 from kvrsim.model.spec import ModelSpec
-from kvrsim.values import dataclass
 
 
 @cache

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from kvrsim.model.gemm import Gemm, Quantization
 from kvrsim.model.mixers import Mixer, Recurrence
-from kvrsim.values import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

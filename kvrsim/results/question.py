@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.engine import NO_ENGINE
 from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.units import format_tokens
-from kvrsim.values import dataclass
 from kvrsim.version import __version__
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +16,6 @@ from kvrsim.io.schema import fields_to_json
 from kvrsim.layout import Layout
 from kvrsim.memory import RankMemory
 from kvrsim.units import format_bytes
-from kvrsim.values import dataclass
 
 if TYPE_CHECKING:
     import pandas

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -21,7 +21,6 @@ from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import fields_to_json
 from kvrsim.program import Payload, WorkKind
 from kvrsim.results.question import Question
-from kvrsim.values import dataclass
 from kvrsim.version import __version__, command_line
 
 if TYPE_CHECKING:

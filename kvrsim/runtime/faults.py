@@ -6,10 +6,10 @@ import os
 import re
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from kvrsim.errors import InputError, KvrsimError
-from kvrsim.values import dataclass
 
 # Kinds in order of likelihood as a cause: if a rank runs out of memory, its neighbours only lose their connection.
 FaultKind = Literal["died", "memory", "mismatch", "input", "error", "silent", "link"]

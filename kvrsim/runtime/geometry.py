@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -15,7 +15,6 @@ from kvrsim.io.schema import JsonObject
 from kvrsim.model.load import read_config
 from kvrsim.model.mixers import Attention as Softmax
 from kvrsim.model.mixers import LatentAttention, Mixer, Recurrence
-from kvrsim.values import dataclass
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 RECURRENT_BYTES = 4  # bytes per element of a recurrent state, which is kept in fp32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
 
@@ -12,7 +13,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearA
 
 from kvrsim.runtime.attention import repeat_heads
 from kvrsim.runtime.geometry import RECURRENT_BYTES, Geometry, KvLayout, StateLayout
-from kvrsim.values import dataclass
 
 UpdateEvent = Literal["update", "updated", "scan"]
 Memory = list[Any]  # bytes of each layer, for several prefills in turn; None for a layer without a cache

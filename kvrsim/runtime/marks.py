@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +30,6 @@ import numpy as np
 
 from kvrsim.results.timeline import Span, SpanKind, SpanOp, Timeline
 from kvrsim.runtime.geometry import Geometry
-from kvrsim.values import dataclass
 
 # Cycles per second of a delay on the device. The value is above the clock of nearly all GPUs, so that the delay is at
 # least as long as requested.

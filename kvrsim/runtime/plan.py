@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from statistics import median
 from types import MappingProxyType
 
@@ -14,7 +15,6 @@ from kvrsim.kernels.profile import Gather
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Partition
 from kvrsim.strategies import STRATEGIES
-from kvrsim.values import dataclass
 
 RUN_DTYPES = ("fp16", "bf16", "fp32")
 OnProgress = Callable[[int, int, str], object]  # numbers of finished steps and of all steps, and a text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -15,7 +15,6 @@ from kvrsim.kernels.layer import LayerCosts
 from kvrsim.layout import Degrees
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import AllGather, Array, Compute, Op, Program, Recv, Send
-from kvrsim.values import dataclass
 
 PartitionRule = Literal["whole", "even", "search", "table", "pieces", "searched-pieces"]
 LayerProgram = Callable[["Step", int], Iterator[Op]]

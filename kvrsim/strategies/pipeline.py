@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -25,7 +25,6 @@ from kvrsim.program import AllGather, Array, Op, Program, Recv, Send, slower, wi
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Step, Strategy
 from kvrsim.strategies.layers import SINGLE, before_step, embedding, last, layer_ops, prefix_load, request
-from kvrsim.values import dataclass
 
 
 def even_layers(num_layers: int, num_ranks: int) -> tuple[int, ...]:

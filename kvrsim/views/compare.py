@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from kvrsim.io.schema import JsonObject, read
 from kvrsim.results.results import Prediction
 from kvrsim.units import format_bytes, format_seconds
-from kvrsim.values import dataclass
 from kvrsim.views.page import Page, Section, in_words, interval_cell, label_of, span_of, strategy_name, table
 from kvrsim.views.table import INTERVAL_TITLES, Cell, Column, Table, format_interval, seconds_cell
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
 from kvrsim.text import printable
-from kvrsim.values import dataclass
 from kvrsim.views.style import DIM, INK, OPERATIONS, WAITING_LINES, styled
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ import json
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -38,7 +38,6 @@ from kvrsim.results.question import Question
 from kvrsim.results.results import Answer, Prediction
 from kvrsim.text import printable
 from kvrsim.units import format_bandwidth, format_seconds
-from kvrsim.values import dataclass
 from kvrsim.version import __version__, command_line
 from kvrsim.views.style import rules, variable
 from kvrsim.views.table import Cell, Column, format_interval

@@ -10,12 +10,11 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import log2
 from pathlib import Path
 from typing import Any, Literal
 from zlib import crc32
-
-from kvrsim.values import dataclass
 
 Ground = Literal["light", "dark"]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import TYPE_CHECKING, Self
 
 from kvrsim.units import format_bytes, format_seconds
-from kvrsim.values import dataclass
 
 if TYPE_CHECKING:
     from kvrsim.results.results import Plan, SimResult

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -16,7 +17,6 @@ from kvrsim.hardware import MemoryLimit
 from kvrsim.memory import RankMemory
 from kvrsim.results.timeline import Span, Timeline
 from kvrsim.units import format_bytes
-from kvrsim.values import dataclass
 from kvrsim.views.page import Section, join, tag
 from kvrsim.views.style import OPERATIONS, operation_of, variable, variable_of
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +22,6 @@ from kvrsim.memory import RUNTIME_BYTES
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Array
 from kvrsim.scenario import MAX_BATCH, Scenario
-from kvrsim.values import dataclass
 from planner.capacity.fleet import FleetLimits
 from planner.capacity.workload import Lengths, Workload
 from planner.decode import decoding_rank, step_s

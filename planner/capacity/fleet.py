@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.program import Array
-from kvrsim.values import dataclass
 from planner.capacity.packing import Begun, Packing, PackingRule
 from planner.capacity.workload import Lengths, Workload
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from kvrsim.errors import InputError
 from kvrsim.strategies import get_strategy
-from kvrsim.values import dataclass
 from planner.candidates import Search
 from planner.capacity.fleet import WHOLE
 from planner.capacity.result import CapacityPlan, GroupAnswer

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvrsim.arguments import FleetArgs
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from kvrsim.units import format_bandwidth, parse_count, parse_number
-from kvrsim.values import dataclass
 from planner.capacity.decode import Transfer
 from planner.capacity.fleet import FleetLimits
 from planner.capacity.workload import Source

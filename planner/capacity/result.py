@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -18,7 +18,6 @@ from kvrsim.program import Array
 from kvrsim.results.question import Question
 from kvrsim.results.results import Displayed
 from kvrsim.scenario import Scenario
-from kvrsim.values import dataclass
 from planner.capacity.decode import DecodeFleet, KvTransfer
 from planner.capacity.fleet import WHOLE, Fleet, FleetRun
 from planner.capacity.request import CapacityRequest

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -25,7 +25,6 @@ from kvrsim.arguments import OnProgress, SearchArgs
 from kvrsim.interp import percentile_of
 from kvrsim.program import Array
 from kvrsim.strategies import Strategy, get_strategy
-from kvrsim.values import dataclass
 from planner.candidates import Search
 from planner.capacity.decode import DecodeFleet, Sequences, decode_fleet
 from planner.capacity.fleet import (

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
@@ -29,7 +29,6 @@ from kvrsim.program import Array, Compute, Program
 from kvrsim.scenario import Partition, Request, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, hybrid_names
 from kvrsim.strategies.pipeline import context_ranks
-from kvrsim.values import dataclass
 from planner.candidates import all_for, distinct, group_sizes
 from planner.capacity.decode import Transfer
 from planner.capacity.fleet import WHOLE, GroupType, Overlap, Service

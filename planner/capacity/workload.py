@@ -23,7 +23,7 @@ import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,6 @@ from kvrsim.interp import percentile_of
 from kvrsim.io.schema import parse_json
 from kvrsim.program import Array
 from kvrsim.units import MAX_TOKENS, parse_count, parse_number, parse_seconds, parse_share, parse_tokens
-from kvrsim.values import dataclass
 
 Lengths = npt.NDArray[np.int64]
 MAX_REQUESTS = 5_000_000  # about 1 GiB with all derived arrays

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvrsim.choices import RankBackend
@@ -18,7 +18,6 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.strategies.pipeline import layers_of
 from kvrsim.units import format_bytes
-from kvrsim.values import dataclass
 from planner.candidates import Candidate
 
 Mode = Literal["ranks", "virtual"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import combinations
 from math import comb
 from statistics import median
@@ -17,7 +17,6 @@ from kvrsim.results.question import Question
 from kvrsim.results.results import Answer, StrategyPrediction, stages_to_json
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.plan import Timing
-from kvrsim.values import dataclass
 from planner.confirm.hardware import Mode
 
 if TYPE_CHECKING:

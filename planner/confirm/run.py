@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvrsim.errors import InputError
@@ -15,7 +15,6 @@ from kvrsim.runtime.host import started_by_torchrun
 from kvrsim.runtime.plan import RunPlan, Timing, run_strategy
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
-from kvrsim.values import dataclass
 from planner.candidates import Candidate, Search
 from planner.confirm.confirm import measured_here
 from planner.confirm.hardware import CALIBRATE, Hardware, Reporter

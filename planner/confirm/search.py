@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,6 @@ from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks import launch
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S
-from kvrsim.values import dataclass
 from kvrsim.version import __version__
 from planner.candidates import Candidate
 from planner.confirm.confirm import partitions_around

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -18,7 +18,6 @@ from kvrsim.results.results import Answer, Prediction
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, label_of
 from kvrsim.units import check_places
-from kvrsim.values import dataclass
 from planner.candidates import all_for, distinct
 from planner.grid import quick_candidate
 from planner.processes import Pool

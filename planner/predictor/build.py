@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any, TypeVar
 
@@ -17,7 +17,6 @@ from kvrsim.program import Array
 from kvrsim.results.question import Question
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
-from kvrsim.values import dataclass
 from kvrsim.version import __version__
 from planner.candidates import Candidate, per_rank_scenario, strategies_to_compare
 from planner.deploy_engines import engines_with

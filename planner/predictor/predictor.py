@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
 from kvrsim.errors import InputError, check_whole
 from kvrsim.io.schema import JsonObject, Whole, fields_to_json, to_json
-from kvrsim.values import dataclass
 from planner.grid import GridFile
 
 Seconds = tuple[tuple[tuple[float, ...], ...], ...]  # [batch][cached prefix][new tokens]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -25,7 +26,6 @@ from kvrsim.program import Array, Op, slower
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy
 from kvrsim.strategies.layers import before_step, embedding, last, layer_ops
-from kvrsim.values import dataclass
 
 Index = npt.NDArray[np.int64]
 

@@ -36,6 +36,8 @@ Other waiting, queueing and contention are ignored, which only lowers the bound.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -44,7 +46,6 @@ from kvrsim.program import Array, Compute, Flags, Load
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.layers import before_step, request
-from kvrsim.values import dataclass
 from planner.search.balance import ChainWork, balanced_chunks, longest_chunks_within
 from planner.search.minimise import unique_rows
 

@@ -38,6 +38,7 @@ largest time of a stage with one layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +51,6 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step
 from kvrsim.strategies.layers import before_step, last, layer_ops, request
 from kvrsim.strategies.pipeline import PIPELINE_SEARCHED
-from kvrsim.values import dataclass
 from planner.search.minimise import unique_rows
 
 _NUMBERS = 400  # intervals of numbers of pieces

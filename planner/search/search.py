@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from kvrsim.program import Array, Compute
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, chain_like
-from kvrsim.values import dataclass
 from planner.search.balance import balanced_chunks
 from planner.search.bound import lower_bound_and_plans
 from planner.search.grid import Grid

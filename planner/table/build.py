@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, chain_like, searched
 from kvrsim.units import check_places
-from kvrsim.values import dataclass
 from kvrsim.version import __version__
 from planner.candidates import per_rank_scenario, ttft_of
 from planner.processes import Pool

@@ -18,7 +18,7 @@ import json
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -34,7 +34,6 @@ from kvrsim.results.results import Prediction
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, Strategy
 from kvrsim.units import format_bandwidth, format_seconds
-from kvrsim.values import dataclass
 from planner.grid import GridFile
 
 if TYPE_CHECKING:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from kvrsim.engine import DEVIATES_OF_80_PERCENT, SHORT_TOKENS, Engine
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
-from kvrsim.values import dataclass
 from planner.uncertainty.sensitivities import Sensitivities, Sensitivity, end_to_end_residual, sensitivities
 
 

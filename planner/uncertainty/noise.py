@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +14,6 @@ from kvrsim.noise import Distribution, Noise, NoiseDraw, SideTraffic, parse_nois
 from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
-from kvrsim.values import dataclass
 
 if TYPE_CHECKING:
     from planner.processes import Pool

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from kvrsim.runtime.kv_cache import Chunk, Memory
 from kvrsim.runtime.model import ModelForward, light_copy
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.transport import Transport
-from kvrsim.values import dataclass
 
 # Styles in the tensor-parallel plans of transformers.
 _COLUMNS, _ROWS, _HEAD, _EMBEDDING = "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"
