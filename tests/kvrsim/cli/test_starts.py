@@ -36,7 +36,7 @@ BUDGETS = [
     (
         ("plan", *SETTING, "--json"),
         170,
-        "numpy numpy.ma importlib.metadata tempfile",
+        "numpy numpy.ma numpy.random secrets importlib.metadata tempfile",
     ),  # plan looks for strategies of other packages
 ]
 
