@@ -34,8 +34,8 @@ from planner.search.minimise import (
     unique_rows,
 )
 
-_SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 3, 1.2
-_TRIAL_ROUNDS, _BEHIND = 8, 1.03  # rounds after which a scattered partition must be within this factor of the best
+_SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 5, 1.2
+_TRIAL_ROUNDS, _BEHIND = 16, 1.03  # rounds after which a scattered partition must be within this factor of the best
 _MOST_SCATTERED_RANKS = 32
 _PROVEN = 1.005
 _POLISHING_ROUNDS, _ROUNDS_ON_OWN_LINKS = 60, 12
