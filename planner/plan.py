@@ -335,16 +335,16 @@ def _under_noise(
     from planner.processes import Pool
 
     pool = disturbance.pool or Pool()
-    work = [(one, replace(disturbance, pool=None)) for one in candidates]
+    work = [(one, one.ttft_s, replace(disturbance, pool=None)) for one in candidates]
     each = pool.ordered(_distribution, work, "strategies under noise", on_progress)
     return {one.strategy.name: noisy for one, noisy in zip(candidates, each, strict=True)}
 
 
-def _distribution(one: Candidate, disturbance: Disturbance) -> Distribution:
+def _distribution(one: Candidate, quiet_s: float, disturbance: Disturbance) -> Distribution:
     from planner.uncertainty.noise import FIRST_PLAN_SAMPLE
 
     first = FIRST_PLAN_SAMPLE
-    return disturbance.distribution(one.per_rank, one.strategy, one.partition, one.ttft_s, first=first)
+    return disturbance.distribution(one.per_rank, one.strategy, one.partition, quiet_s, first=first)
 
 
 def _noise_report(disturbance: Disturbance | None) -> NoiseReport | None:
