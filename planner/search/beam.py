@@ -118,8 +118,8 @@ class Beam:
         if not references:
             references = self.least_sums(layouts[0])
         each = [layers for layers in layouts for _ in references]
-        found = self._walk(each, [*references] * len(layouts))
-        return sorted(found, key=lambda one: one.ttft_s)
+        pieces = self._walk(each, [*references] * len(layouts))
+        return sorted(pieces, key=lambda one: one.ttft_s)
 
     def least_sums(self, layers: Layers, number: int = 3) -> list[Index]:
         """Partitions with the least sum of piece times, each for a limit on the longest piece; at most `number`.
@@ -145,15 +145,15 @@ class Beam:
                 best = until_s.argmin(axis=0)
                 sums_s[node], before[node] = until_s[best, np.arange(len(caps))], begin[best]
         ttft_s = sums_s[-1] + (shares.sum() / shares.max() - 1) * caps
-        found: dict[int, Index] = {}
+        by_number: dict[int, Index] = {}
         for column in np.argsort(ttft_s, kind="stable"):
-            if not np.isfinite(ttft_s[column]) or len(found) == number:
+            if not np.isfinite(ttft_s[column]) or len(by_number) == number:
                 break
             inner, node = list[int](), self.last
             while node := int(before[node, column]):
                 inner.append(node)
-            found.setdefault(len(inner), np.array(inner[::-1], dtype=np.int64))
-        return list(found.values())
+            by_number.setdefault(len(inner), np.array(inner[::-1], dtype=np.int64))
+        return list(by_number.values())
 
     def _stages(self, layouts: Sequence[Layers]) -> _Stages:
         known: dict[tuple[int, range], Segment] = {}

@@ -211,15 +211,15 @@ class _Search:
             return min((self._descend(self._row(given, one)) for one in self._layouts(given)), key=itemgetter(1))
         if self.scenario.cluster.shares_bandwidth:
             return self._descend(self._on_own_links(), moves_pieces=True)
-        found = list[tuple[Row, float, int]]()
+        plans = list[tuple[Row, float, int]]()
         for spacing in self._spacings():
             nodes = np.append(np.arange(0, self.end, spacing), self.end)
             beam = self._beam(nodes, self._longest(nodes, spacing))
-            found += [(*self._fastest(nodes, beam.best([one])), spacing) for one in self._layouts(nodes[1:-1])]
-            found.sort(key=itemgetter(1))
-            if self._is_hopeless(found[0][1]):
-                return found[0][:2]
-        refined = [self._refine(*one) for one in found[: self.effort.refinements] if one[1] <= _CLOSE * found[0][1]]
+            plans += [(*self._fastest(nodes, beam.best([one])), spacing) for one in self._layouts(nodes[1:-1])]
+            plans.sort(key=itemgetter(1))
+            if self._is_hopeless(plans[0][1]):
+                return plans[0][:2]
+        refined = [self._refine(*one) for one in plans[: self.effort.refinements] if one[1] <= _CLOSE * plans[0][1]]
         best = self._descend(min(refined, key=itemgetter(1))[0], moves_pieces=True)
         for _ in range(self.effort.shakes):
             near = self._neighbours_of_result(best[0])
@@ -325,10 +325,10 @@ class _Search:
         tokens = np.minimum(self.stride * nodes, self.tokens).astype(float)
         return Beam(self.scenario, self.strategy, tokens, self.least, longest)
 
-    def _fastest(self, nodes: Row, found: Sequence[Pieces]) -> RowTime:
+    def _fastest(self, nodes: Row, plans: Sequence[Pieces]) -> RowTime:
         """The row with the least simulated TTFT among the first of the given pieces, and this TTFT."""
         rows: dict[int, list[Row]] = {}
-        for pieces in found[:_SIMULATED]:
+        for pieces in plans[:_SIMULATED]:
             rows.setdefault(len(pieces.inner), []).append(self._row(nodes[pieces.inner], pieces.layers))
         each = []
         for alike in rows.values():
@@ -366,14 +366,14 @@ class _Search:
         slowness = np.array([self.scenario.cluster.slowness(stage) for stage in range(self.num_stages)])
         shares = np.cumsum(1 / slowness)[:-1] / (1 / slowness).sum()
         equal = 1 + np.abs((np.cumsum(each_s) / each_s.sum())[:, None] - shares).argmin(axis=0)
-        held_s = np.zeros(self.num_stages)
+        messages_s = np.zeros(self.num_stages)
         if not self.scenario.sends_overlap:
             nbytes = self.scenario.layer_costs()[0].activation_bytes(lengths)
             for stage in range(self.num_stages - 1):
-                held_s[stage : stage + 2] += self.scenario.cluster.path(stage, stage + 1).busy_s(nbytes).sum()
+                messages_s[stage : stage + 2] += self.scenario.cluster.path(stage, stage + 1).busy_s(nbytes).sum()
         fewer = np.ones(self.num_stages, dtype=np.int64)
         for _ in range(self.num_layers - self.num_stages):
-            fewer[((fewer + 1) * each_s.mean() * slowness + held_s).argmin()] += 1
+            fewer[((fewer + 1) * each_s.mean() * slowness + messages_s).argmin()] += 1
         layouts = (
             even_layers(self.num_layers, self.num_stages),
             chunk_lens(tuple(distinct(equal, 1, self.num_layers)), self.num_layers),

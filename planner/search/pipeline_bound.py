@@ -115,8 +115,8 @@ class _Grid:
         ends = np.minimum(self.latest + self.longest[:, None], self.tokens)
         edges = [self._places(ends), self._places(np.maximum(0.0, ends - self.longest[:, None]))]
         possible_s = np.where(self.lengths[:, None] + self.starts <= self.tokens, pieces_s, np.inf)
-        found = [one for price in prices for one in self._potential(pieces_s, float(price), possible_s, edges)]
-        return _Potentials(*np.array(found).T)
+        each = [one for price in prices for one in self._potential(pieces_s, float(price), possible_s, edges)]
+        return _Potentials(*np.array(each).T)
 
     def _places(self, at: Array) -> tuple[npt.NDArray[np.intp], Array]:
         """Index of the column before each place, and the distance from its start."""
@@ -171,11 +171,11 @@ def pipeline_bound_s(scenario: Scenario, least_piece: int = 1) -> float:
     grid = _Grid.of(tokens)
     kinds = _kinds(scenario, grid)
     one, whole = np.ones(1), np.full(1, float(scenario.request.context_len))
-    ends_s = _held_s((*request(scenario, one), *last(scenario, one, whole, scenario.cost)))
+    ends_s = _seconds_of((*request(scenario, one), *last(scenario, one, whole, scenario.cost)))
     nbytes = scenario.layer_costs()[0].activation_bytes(one)
     paths = [scenario.cluster.path(rank, rank + 1) for rank in range(num_stages - 1)]
     latency_s = sum(path.latency_s for path in paths)
-    step_s = _held_s(tuple(op for op in before_step(scenario, one, one, scenario.cost) if op.host_s))
+    step_s = _seconds_of(tuple(op for op in before_step(scenario, one, one, scenario.cost) if op.host_s))
     layouts = _Layouts.of(scenario, kinds, grid, tokens // least_piece)
     fewest, most = _intervals(layouts.exact, tokens // least_piece)
     # The messages of one piece, which has one token or, if there are no others, all tokens.
@@ -224,9 +224,9 @@ def _busy_stages_s(sent_s: Array, work_s: Array, layer_s: Array, slowness: Array
     sent_s: seconds of all messages, shape (links, intervals). work_s: of all layers. layer_s: of one layer.
     """
     none = np.zeros((1, sent_s.shape[1]))
-    held_s = (np.concatenate([sent_s, none]) + np.concatenate([none, sent_s])) / slowness[:, None]
-    mean_s = (work_s + held_s.sum(axis=0)) / (1 / slowness).sum()
-    return np.asarray(np.maximum(mean_s, ((held_s + layer_s) * slowness[:, None]).max(axis=0)))
+    messages_s = (np.concatenate([sent_s, none]) + np.concatenate([none, sent_s])) / slowness[:, None]
+    mean_s = (work_s + messages_s.sum(axis=0)) / (1 / slowness).sum()
+    return np.asarray(np.maximum(mean_s, ((messages_s + layer_s) * slowness[:, None]).max(axis=0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +365,7 @@ def _mix_s(costs: LayerCosts, chunk: Array, prefix: Array) -> Array:
     return np.asarray(append_s + costs.mixer.attention_s(chunk, prefix))
 
 
-def _held_s(ops: tuple[Op, ...]) -> float:
+def _seconds_of(ops: tuple[Op, ...]) -> float:
     parts = (
         op.device_s if isinstance(op, Compute) else op.seconds for op in ops if isinstance(op, Compute | Collective)
     )
