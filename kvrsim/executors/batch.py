@@ -43,8 +43,8 @@ if TYPE_CHECKING:  # importing noise would slow the start of every plan
 Edge = tuple[int, int]
 _NEVER = -np.inf  # time at which an unused link was last busy
 _MANY = 8  # number of consecutive operations from which segment_of uses arrays
-# Partitions times ranks from which some partitions may be left to a second run, and one over their largest share.
-_LARGE, _FEW = 2**14, 16
+_LARGE = 2**14  # partitions x ranks of a large batch, whose last partitions to become steady run again on their own
+_FEW = 16  # a large batch leaves at most 1/16 of its partitions to this second run
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,23 +31,21 @@ from planner.search.minimise import (
     valid,
 )
 
-_WORK, _LEAST = 8_000_000, 400  # most messages in all simulated partitions of a search; least number of partitions
-_DESCENTS, _DESCENTS_ON_A_BUS = 5, 3  # most descents
+_WORK = 8_000_000  # largest number of messages in all simulated partitions of a search
+_LEAST = 400  # number of partitions that every search may simulate
+_DESCENTS, _DESCENTS_ON_A_BUS = 5, 3  # largest number of descents
 _BEHIND = ((5, 1.01), (3, 1.1))  # (round, factor): from this round on, a descent ends if slower than factor x best
-_ROUNDS, _ROUNDS_TIMES_RANKS = 60, 1920  # most rounds, and fewer if there are many ranks
+_ROUNDS, _ROUNDS_TIMES_RANKS = 60, 1920  # largest number of rounds, and of rounds times ranks
 _IDLE_ROUNDS = 2  # rounds without a gain at the smallest steps, after which a descent ends
-_STEPS, _FEW_STEPS = (
-    12,
-    4,
-)  # numbers of steps (powers of two) per round: for all descents on a bus; per descent elsewhere
-_MOVES = 400  # most moves per round and descent, elsewhere than on a bus
+_STEPS, _FEW_STEPS = 12, 4  # steps (powers of two) per round: of all descents on a bus, of each descent elsewhere
+_MOVES = 400  # largest number of moves per round and descent, elsewhere than on a bus
 _LONGER = 2  # the first step of the next round is the last move, doubled this many times
-_HELPED = 8  # improving moves of a round whose sums the next round tries
+_HELPED = 8  # number of improving moves of a round whose sums the next round tries
 _RATIOS = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 3.0)  # ratios of each chunk to the previous one
 _SPLITS = (0.1, 0.25, 0.5, 0.75, 0.9)  # shares of the context on the first of two ranks
 _SCATTERED = 40  # number of random seeds of each kind
 _TOGETHER = 32  # moves of all boundaries together, per round
-_PLACES = 8  # most ranks on which seeds concentrate the context, alone or in pairs
+_PLACES = 8  # largest number of ranks on which seeds concentrate the context, alone or in pairs
 _BETTER, _BETTER_BY_PART = 1e-5, 3e-5  # least gain of a move, as a share of TTFT: on a bus; elsewhere
 
 
