@@ -56,8 +56,11 @@ def limits_of(one: Candidate) -> tuple[Limit, ...]:
     shares = {kind: float(seconds / base_s - 1) / _STEP for kind, seconds in times.items()}
     whole = max(1.0, sum(shares.values()))  # above 1 if several paths are critical at the same time
     ranked = sorted(((kind, share / whole) for kind, share in shares.items()), key=lambda item: -item[1])
+    words = dict(_WORDS)
+    if scenario.expert_placement.layout.expert_parallel > 1:
+        words["experts"] = ("experts", "more GPUs")
     return tuple(
-        Limit(operation=_WORDS[kind][0], share=share, remedy=_WORDS[kind][1])
+        Limit(operation=words[kind][0], share=share, remedy=words[kind][1])
         for kind, share in ranked
         if share >= _LEAST
     )

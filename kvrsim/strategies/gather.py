@@ -67,7 +67,7 @@ def pieces(step: Step, rank: int) -> tuple[tuple[Array, Array], tuple[Array, Arr
 
 ZIGZAG = Strategy(
     name="zigzag",
-    title="all-gather of K and V, an early and a late piece a rank",
+    title="all-gather of K and V, an early and a late piece per rank",
     source="The Llama 3 Herd of Models, 2024 (arXiv:2407.21783), section 3.3.2; as SGLang and vLLM balance prefills",
     partition_rule="even",
     layer=zigzag_layer,

@@ -130,7 +130,7 @@ STRIPED = replace(
 ZIGZAG_RING = replace(
     STRIPED,
     name="zigzag-ring",
-    title="ring attention, an early and a late piece a rank",
+    title="ring attention, an early and a late piece per rank",
     source="Zhu, ring-flash-attention, 2024 (github.com/zhuzilin/ring-flash-attention), zigzag_ring_flash_attn",
     layer=zigzag_layer,
 )
