@@ -60,9 +60,7 @@ def limits_of(one: Candidate) -> tuple[Limit, ...]:
     if scenario.expert_placement.layout.expert_parallel > 1:
         words["experts"] = ("experts", "more GPUs")
     return tuple(
-        Limit(operation=words[kind][0], share=share, remedy=words[kind][1])
-        for kind, share in ranked
-        if share >= _LEAST
+        Limit(operation=words[kind][0], share=share, remedy=words[kind][1]) for kind, share in ranked if share >= _LEAST
     )
 
 
