@@ -59,7 +59,7 @@ format: $(VENV)/.dev ## put the code in shape: ruff format, ruff --fix
 	$(BIN)/ruff check --fix .
 
 INPUTS := TRACES SETTINGS CONFIGS PREFILLS VLLM SGLANG
-results: $(VENV)/.dev ## write all pages of results again, in less than an hour on two idle cores (NAMES="accuracy speed": these)
+results: $(VENV)/.dev ## write all pages of results again, in about 20 minutes on two idle cores (NAMES="accuracy speed": these)
 	$(BIN)/python -m validate.results $(NAMES) $(foreach name,$(INPUTS),$(if $($(name)),$(name)="$($(name))"))
 
 notebooks: $(VENV)/.dev ## run the notebooks and store what they show
