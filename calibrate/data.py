@@ -69,11 +69,11 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -91,7 +91,7 @@ from kvrsim.hardware import (
     load_link,
 )
 from kvrsim.io.files import read_text, write_atomically
-from kvrsim.io.schema import JsonObject, parse_json
+from kvrsim.io.schema import Check, JsonObject, NonNegative, Range, parse_json, read
 from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.model.load import read_config
 from kvrsim.model.spec import ModelSpec
@@ -104,57 +104,8 @@ MAX_CSV_BYTES = 2**28  # enough for millions of rows; a larger file is probably 
 MAX_WHOLE = 10**18
 
 # ASCII only: float() and int() alone would accept "1_000", "inf" and digits of other alphabets.
-_WHOLE_TEXT = re.compile(r"([0-9]{1,18})(?:\.0*)?", re.ASCII)  # pandas writes 4096.0 in a column with gaps
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,40}\.?[0-9]{0,40}|\.[0-9]{1,40})(?:[eE][+-]?[0-9]{1,3})?", re.ASCII)
 _LFS_POINTER = "version https://git-lfs.github.com/spec/"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CsvRow:
-    """One line of a CSV file."""
-
-    values: Mapping[str, str]  # text by column, without surrounding blanks
-    where: str  # the argument, the file and the line, for messages
-
-    def error(self, column: str, accepted: str) -> InputError:
-        """The error for a column whose value is not accepted."""
-        return InputError(f"{self.where}: {column}", self.values.get(column) or "nothing", accepted)
-
-    def has(self, column: str) -> bool:
-        return bool(self.values.get(column))
-
-    def text(self, column: str) -> str:
-        """The text of a required column."""
-        value = self.values.get(column)
-        if not value:
-            raise self.error(column, "a text")
-        return value
-
-    def whole(self, column: str, *, minimum: int = 1) -> int:
-        """A required whole number."""
-        match = _WHOLE_TEXT.fullmatch(self.values.get(column, ""))
-        if match is None or not minimum <= int(match[1]) <= MAX_WHOLE:
-            raise self.error(column, f"a whole number from {minimum} to {MAX_WHOLE:.0e}")
-        return int(match[1])
-
-    def number(self, column: str, *, allow_zero: bool = False) -> float:
-        """A required finite number above 0, or, with `allow_zero`, of at least 0."""
-        text = self.values.get(column, "")
-        value = float(text) if _NUMBER.fullmatch(text) else -1.0
-        if not (0 < value <= 1e30 or (allow_zero and value == 0)):
-            raise self.error(column, "a finite number " + ("of at least 0" if allow_zero else "above 0"))
-        return value
-
-    def flag(self, column: str) -> bool:
-        """True or False, as Python and JSON write them."""
-        value = self.values.get(column, "").lower()
-        if value not in ("true", "false"):
-            raise self.error(column, "True or False")
-        return value == "true"
-
-    def measured(self, **values: Any) -> Measurement:
-        """The measurement in this line; an InputError names the line."""
-        return measured_at(self.where, **values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +118,7 @@ class CsvTable:
     path: Path
     where: str  # the argument and the file, for messages
     columns: tuple[str, ...]  # names in the header; an unnamed column is ""
-    rows: tuple[CsvRow, ...]  # lines after the header, without comments and empty lines
+    rows: tuple[JsonObject, ...]  # lines after the header, as texts by column; empty cells are absent
 
     @classmethod
     def read(cls, path: str | Path, argument: str) -> CsvTable:
@@ -191,8 +142,7 @@ class CsvTable:
         _check_header(columns, where)
         records = frame.astype(object).where(frame.notna(), "").itertuples(index=False)
         rows = (
-            CsvRow(values=dict(zip(columns, map(_cell, record), strict=True)), where=f"{where}, row {number}")
-            for number, record in enumerate(records)
+            _row(list(map(_cell, record)), columns, f"{where}, row {number}") for number, record in enumerate(records)
         )
         return cls(path=Path("DataFrame"), where=where, columns=columns, rows=tuple(rows))
 
@@ -229,10 +179,22 @@ def _check_header(columns: tuple[str, ...], where: str) -> None:
             raise InputError(f"{where}: header", name, "each column once")
 
 
-def _row(values: list[str], columns: tuple[str, ...], where: str) -> CsvRow:
+def _row(values: list[str], columns: tuple[str, ...], where: str) -> JsonObject:
     if len(values) != len(columns):
-        raise InputError(where, f"{len(values)} values", f"{len(columns)} values, one a column of the header")
-    return CsvRow(values=dict(zip(columns, map(str.strip, values), strict=True)), where=where)
+        raise InputError(where, f"{len(values)} values", f"{len(columns)} values, one per column of the header")
+    cells = zip(columns, map(str.strip, values), strict=True)
+    return JsonObject(fields={name: text for name, text in cells if text}, where=where)
+
+
+def typed(row: JsonObject, texts: Collection[str] = ()) -> JsonObject:
+    """The row with numbers and truth values instead of their texts, except in the columns `texts`."""
+    return replace(row, fields={name: text if name in texts else _value(text) for name, text in row.fields.items()})
+
+
+def _value(text: str) -> Any:
+    if _NUMBER.fullmatch(text):
+        return int(text) if text.lstrip("+-").isdigit() else float(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 MEASURED_DTYPES = (*DTYPES, *(kind for kind in GEMM_TYPES if kind not in DTYPES))
@@ -256,48 +218,46 @@ NEEDED: dict[str, tuple[str, ...]] = {
 }
 OPERATIONS = tuple(NEEDED)
 
-_TEXTS = ("kernel", "device", "source")
 _ALWAYS = ("operation", "kernel", "device", "median_s", "source")
-# Integer fields, each with its minimum and maximum.
-_WHOLE = {
-    **dict.fromkeys(("chunk", "num_attention_heads", "num_key_value_heads", "head_dim"), (1, MAX_WHOLE)),
-    **dict.fromkeys(("batch", "tokens", "in_features", "out_features", "bytes", "ranks"), (1, MAX_WHOLE)),
-    **dict.fromkeys(("messages", "repeats"), (1, MAX_WHOLE)),
-    **dict.fromkeys(("prefix", "src", "dst", "warmups"), (0, MAX_WHOLE)),
-    "nodes": (1, 2),
-}
 _ORIGIN = "# origin "
+Line = Annotated[str, Check("a text of one line", str.isprintable)]
+Count = Annotated[int, Range(least=1, most=MAX_WHOLE)]
+Position = Annotated[int, Range(least=0, most=MAX_WHOLE)]  # number of tokens or of runs, or number of a rank
+Seconds = Annotated[float, Range(above=0.0, most=MAX_SECONDS)]
+_TEXTS = ("operation", "kernel", "device", "source", "dtype")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """One measured operation, checked when it is made: InputError names the field."""
+    """One measured operation. InputError names a field that the operation needs, or that does not agree with others."""
 
     operation: str  # one of OPERATIONS
-    kernel: str  # name of the measured kernel
-    device: str  # name of the GPU; in host_* rows name of the machine
+    kernel: Line  # name of the measured kernel
+    device: Line  # name of the GPU; in host_* rows name of the machine
     dtype: str | None = None  # dtype of the operands, one of MEASURED_DTYPES; None: does not apply or is not known
-    chunk: int | None = None  # tokens of each sequence; attention: queries
-    prefix: int | None = None  # tokens before the chunk; attention: keys
-    num_attention_heads: int | None = None  # attention: query heads on the measured device
-    num_key_value_heads: int | None = None  # attention: KV heads on the measured device
-    head_dim: int | None = None  # attention: elements of one head
-    batch: int = 1  # sequences at once
-    tokens: int | None = None  # rows of a gemm or of an element-wise kernel
-    in_features: int | None = None  # gemm, head: length of the sums of products
-    out_features: int | None = None  # gemm, head: columns of the result
-    bytes: int | None = None  # bytes of a kernel: read and written; of all_gather: all pieces; of others: the tensor
-    ranks: int | None = None  # number of GPUs in the collective
-    nodes: int | None = None  # 1: all in one node; 2: across nodes
-    src: int | None = None  # send_recv: the rank that sends
-    dst: int | None = None  # send_recv: the rank that receives
-    messages: int = 1  # send_recv: number of transfers of this size in flight at once
-    warmups: int | None = None  # runs just before the timed ones; None: unknown
-    repeats: int | None = None  # timed runs without a pause; None: unknown
-    median_s: float  # seconds, median of the repeats
-    mean_s: float | None = None  # seconds, mean of the repeats, outliers clipped; None: not known
-    spread_s: float | None = None  # seconds, standard deviation or interquartile range of the repeats; None: not known
-    source: str  # authors and tool of the measurement
+    chunk: Count | None = None  # tokens of each sequence; attention: queries
+    prefix: Position | None = None  # tokens before the chunk; attention: keys
+    num_attention_heads: Count | None = None  # attention: query heads on the measured device
+    num_key_value_heads: Count | None = None  # attention: KV heads on the measured device
+    head_dim: Count | None = None  # attention: elements of one head
+    batch: Count = 1  # sequences at once
+    tokens: Count | None = None  # rows of a gemm or of an element-wise kernel
+    in_features: Count | None = None  # gemm, head: length of the sums of products
+    out_features: Count | None = None  # gemm, head: columns of the result
+    bytes: Count | None = None  # bytes of a kernel: read and written; of all_gather: all pieces; of others: the tensor
+    ranks: Count | None = None  # number of GPUs in the collective
+    nodes: Annotated[int, Range(least=1, most=2)] | None = None  # 1: all in one node; 2: across nodes
+    src: Position | None = None  # send_recv: the rank that sends
+    dst: Position | None = None  # send_recv: the rank that receives
+    messages: Count = 1  # send_recv: number of transfers of this size in flight at once
+    warmups: Position | None = None  # runs just before the timed ones; None: unknown
+    repeats: Count | None = None  # timed runs without a pause; None: unknown
+    median_s: Seconds  # seconds, median of the repeats
+    mean_s: Seconds | None = None  # seconds, mean of the repeats, outliers clipped; None: not known
+    spread_s: NonNegative | None = (
+        None  # seconds, standard deviation or interquartile range of the repeats; None: not known
+    )
+    source: Line  # authors and tool of the measurement
 
     @property
     def expected_s(self) -> float:
@@ -321,25 +281,12 @@ class Measurement:
         for name in needed:
             if getattr(self, name) is None:
                 raise InputError(name, "nothing", f"a value ({self.operation} needs {', '.join(needed)})")
-        for name in _TEXTS:
-            text = getattr(self, name)
-            if not isinstance(text, str) or not text or not text.isprintable() or text != text.strip():
-                raise InputError(name, text, "a text of one line")
         dtypes = MEASURED_DTYPES if self.operation == "gemm" else DTYPES
         if self.dtype is not None and self.dtype not in dtypes:
             raise InputError("dtype", self.dtype, ", ".join(dtypes))
-        for name, (least, largest) in _WHOLE.items():
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or not least <= value <= largest):
-                top = str(largest) if largest < MAX_WHOLE else f"{largest:.0e}"
-                raise InputError(name, value, f"a whole number from {least} to {top}")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads is not None and kv_heads is not None and heads % kv_heads:
             raise InputError("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
-        for name in ("median_s", "mean_s"):
-            seconds = getattr(self, name)
-            if seconds is not None and not 0 < seconds <= MAX_SECONDS:
-                raise InputError(name, seconds, f"seconds above 0 and at most {MAX_SECONDS:.0e}")
 
 
 COLUMNS = Measurement.__slots__
@@ -347,11 +294,8 @@ Some = npt.NDArray[Any]  # indices of rows, or a mask of them
 
 
 def measured_at(where: str, **values: Any) -> Measurement:
-    """Make a measurement; an InputError names the file and line of a wrong value."""
-    try:
-        return Measurement(**values)
-    except InputError as error:
-        raise InputError(f"{where}: {error.parameter}", error.value, error.accepted) from None
+    """Check the values and make a measurement; InputError names the file, the line and the wrong value."""
+    return read(Measurement, JsonObject(fields=values, where=where))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -378,22 +322,7 @@ def read_measurements(path: str | Path, argument: str = "measurements") -> list[
 def _read_table(table: CsvTable) -> list[Measurement]:
     table.only(COLUMNS)
     table.need(_ALWAYS)
-    return [_read_row(row) for row in table.rows]
-
-
-def _read_row(row: CsvRow) -> Measurement:
-    values: dict[str, Any] = {name: row.text(name) for name in ("operation", *_TEXTS)}
-    values["median_s"] = row.number("median_s")
-    for name, text in row.values.items():
-        if not text or name in values:
-            continue
-        if name in _WHOLE:
-            values[name] = row.whole(name, minimum=_WHOLE[name][0])
-        elif name in ("mean_s", "spread_s"):
-            values[name] = row.number(name, allow_zero=name == "spread_s")
-        else:
-            values[name] = row.text(name)
-    return row.measured(**values)
+    return [read(Measurement, typed(row, _TEXTS)) for row in table.rows]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from calibrate.data import CsvRow, CsvTable, Layout, Measurement
+from calibrate.data import MAX_WHOLE, CsvTable, Layout, Measurement, measured_at, typed
+from kvrsim.io.schema import JsonObject
 
 _ELEMENT_BYTES = 2  # bytes of an fp16 element
 _LAYER_COLUMNS = ("num_tokens", "num_tensor_parallel_workers", "n_embd", "n_expanded_embd", "n_head", "n_kv_head")
@@ -39,13 +40,13 @@ def _read_mlp(table: CsvTable) -> list[Measurement]:
     table.need(("use_gated_mlp", *_LAYER_COLUMNS))
     origin = _origin(table)
     return [
-        row.measured(kernel=name, dtype="fp16", **origin, **_times(row, name), **fields)
-        for row in table.rows
+        measured_at(row.where, kernel=name, dtype="fp16", **origin, **_times(row, name), **fields)
+        for row in map(typed, table.rows)
         for name, fields in _layer(row).items()
     ]
 
 
-def _layer(row: CsvRow) -> dict[str, Mapping[str, Any]]:
+def _layer(row: JsonObject) -> dict[str, Mapping[str, Any]]:
     """Fields of Measurement, by the profiled column that holds the time.
 
     From vidur/profiling/mlp/mlp_impl.py: QKV is one product, and so are gate and up. Where attention and MLP run side
@@ -53,14 +54,14 @@ def _layer(row: CsvRow) -> dict[str, Mapping[str, Any]]:
     and writes its output once. In elements per token: norm and embedding 2 of the hidden size, rotary 2 of Q and K, a
     gated activation 3 of the intermediate size (else 2), an addition 3 of the hidden size.
     """
-    tokens, workers, hidden, intermediate, heads, kv_heads = (row.whole(name) for name in _LAYER_COLUMNS)
+    tokens, workers, hidden, intermediate, heads, kv_heads = (row.integer(name) for name in _LAYER_COLUMNS)
     if heads % workers or kv_heads % workers or intermediate % workers:
         raise row.error("num_tensor_parallel_workers", "a divisor of n_head, n_kv_head and n_expanded_embd")
     if hidden % heads:
         raise row.error("n_head", "a divisor of n_embd")
     query, key = heads * (hidden // heads) // workers, kv_heads * (hidden // heads) // workers
     width = intermediate // workers
-    fused = 2 if row.flag("use_gated_mlp") else 1
+    fused = 2 if row.get("use_gated_mlp", bool) else 1
     parallel = not row.has("time_stats.post_attention_layernorm.median")
 
     def gemm(in_features: int, out_features: int) -> Mapping[str, Any]:
@@ -87,26 +88,27 @@ def _layer(row: CsvRow) -> dict[str, Mapping[str, Any]]:
 def _read_attention(table: CsvTable) -> list[Measurement]:
     table.need(("n_embd", "n_q_head", "n_kv_head", "is_prefill", *_ATTENTION_COLUMNS))
     origin = _origin(table)
-    return [_attention(row, origin) for row in table.rows if row.flag("is_prefill")]
+    return [_attention(row, origin) for row in map(typed, table.rows) if row.get("is_prefill", bool)]
 
 
-def _attention(row: CsvRow, origin: Mapping[str, str]) -> Measurement:
-    heads, kv_heads, workers = (row.whole(name) for name in ("n_q_head", "n_kv_head", "num_tensor_parallel_workers"))
+def _attention(row: JsonObject, origin: Mapping[str, str]) -> Measurement:
+    heads, kv_heads, workers = (row.integer(name) for name in ("n_q_head", "n_kv_head", "num_tensor_parallel_workers"))
     if heads % workers or kv_heads % workers:
         raise row.error("num_tensor_parallel_workers", "a divisor of n_q_head and n_kv_head")
-    if row.whole("n_embd") % heads:
+    if row.integer("n_embd") % heads:
         raise row.error("n_q_head", "a divisor of n_embd")
     backend = row.text("attention_backend") if row.has("attention_backend") else "attention"
-    return row.measured(
+    return measured_at(
+        row.where,
         operation="attention",
         kernel=backend.removeprefix("AttentionBackend.").lower(),
         dtype="fp16",
-        chunk=row.whole("prefill_chunk_size"),
-        prefix=row.whole("kv_cache_size", minimum=0),
+        chunk=row.integer("prefill_chunk_size"),
+        prefix=row.integer("kv_cache_size", minimum=0),
         num_attention_heads=heads // workers,
         num_key_value_heads=kv_heads // workers,
-        head_dim=row.whole("n_embd") // heads,
-        batch=row.whole("batch_size"),
+        head_dim=row.integer("n_embd") // heads,
+        batch=row.integer("batch_size"),
         **origin,
         **_times(row, "attn_prefill"),
     )
@@ -116,20 +118,21 @@ def _read_send_recv(table: CsvTable) -> list[Measurement]:
     table.need(("num_workers", "size", "devices_per_node"))
     origin = _origin(table)
     return [
-        row.measured(
+        measured_at(
+            row.where,
             operation="send_recv",
             kernel="nccl",
-            bytes=row.whole("size"),
-            ranks=row.whole("num_workers"),
-            nodes=1 if row.whole("devices_per_node") >= row.whole("num_workers") else 2,
+            bytes=row.integer("size", maximum=MAX_WHOLE),
+            ranks=row.integer("num_workers"),
+            nodes=1 if row.integer("devices_per_node") >= row.integer("num_workers") else 2,
             **origin,
             **_times(row, "send_recv"),
         )
-        for row in table.rows
+        for row in map(typed, table.rows)
     ]
 
 
-def _times(row: CsvRow, name: str) -> dict[str, float | None]:
+def _times(row: JsonObject, name: str) -> dict[str, float | None]:
     """Median and standard deviation, in seconds, of the column that vidur calls `name`."""
     deviation = f"time_stats.{name}.std"
     return {

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibrate.data import CsvRow, CsvTable
+from calibrate.data import CsvTable, typed
 from kvrsim.choices import DTYPES
 from kvrsim.closed_loop import OUTPUT_TOKENS, ClosedLoop
 from kvrsim.errors import InputError
@@ -343,7 +343,7 @@ def _is_json(path: str | Path) -> bool:
         return False
 
 
-def _csv_row(row: CsvRow, context_len: int | None) -> PrefillRow:
+def _csv_row(row: JsonObject, context_len: int | None) -> PrefillRow:
     texts = {name: row.text(name) for name in ("model", "gpu", "strategy", "dtype") if row.has(name)}
     parsers: dict[str, Callable[[str, str], int]] = {
         **dict.fromkeys(("num_gpus", "batch"), parse_count),
@@ -352,9 +352,9 @@ def _csv_row(row: CsvRow, context_len: int | None) -> PrefillRow:
     sizes = {
         name: parse(row.text(name), f"{row.where}: {name}")
         for name, parse in parsers.items()
-        if row.has(name) and not (name == "cached_prefix" and row.values[name] == "0")
+        if row.has(name) and not (name == "cached_prefix" and row.fields[name] == "0")
     }
-    if row.values.get("cached_prefix") == "0":
+    if row.fields.get("cached_prefix") == "0":
         sizes["cached_prefix"] = 0
     if texts.get("dtype", DTYPES[0]) not in DTYPES:
         raise row.error("dtype", ", ".join(DTYPES))
@@ -366,16 +366,19 @@ def _csv_row(row: CsvRow, context_len: int | None) -> PrefillRow:
     return PrefillRow(ttft_s=_prefill_s(row, sizes.get("context_len", context_len)), where=row.where, **values)
 
 
-def _prefill_s(row: CsvRow, context_len: int | None) -> float:
+def _prefill_s(row: JsonObject, context_len: int | None) -> float:
     """The row's TTFT; with several users, the seconds of one prefill, derived from their mean TTFT."""
-    mean_s = row.number("ttft_s")
+    numbers = typed(row)
+    mean_s = numbers.number("ttft_s")
     users = parse_count(row.text("concurrency"), f"{row.where}: concurrency") if row.has("concurrency") else 1
     if users == 1:
         return mean_s
     if not row.has("tpot_s"):
         raise row.error("tpot_s", f"seconds per output token, without which a mean TTFT of {users} users is no prefill")
-    output_tokens = row.number("output_tokens") if row.has("output_tokens") else OUTPUT_TOKENS
-    loop = ClosedLoop(users=users, tpot_s=row.number("tpot_s"), output_tokens=output_tokens, prompt_tokens=context_len)
+    output_tokens = numbers.number("output_tokens") if row.has("output_tokens") else OUTPUT_TOKENS
+    loop = ClosedLoop(
+        users=users, tpot_s=numbers.number("tpot_s"), output_tokens=output_tokens, prompt_tokens=context_len
+    )
     seconds = loop.prefill_s(mean_s)
     if seconds is None:
         raise row.error("ttft_s", "more than the wait for the running decode step, half of tpot_s")

@@ -32,7 +32,7 @@ ATTENTION: dict[str, Any] = {
 positive = st.integers(1, 2**50)
 texts = (
     st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cf", "Zl", "Zp", "Cn", "Co"]))
-    .map(str.strip)
+    .map(lambda text: " ".join(text.split()))
     .filter(lambda text: text != "" and text.isprintable())
 )
 
@@ -153,21 +153,20 @@ def test_each_operation_says_what_it_needs(operation: str) -> None:
     ("column", "value", "accepted"),
     [
         ("operation", "ttft", "gemm, attention"),
-        ("source", "two\nlines", "one line"),
+        ("source", "\x1b[2J", "one line"),
         ("dtype", "int8", "fp16, bf16, fp8, fp32"),
         ("chunk", "", "a value (attention needs"),
         ("num_key_value_heads", "5", "a divisor of num_attention_heads (32)"),
         ("src", "-1", "a whole number from 0"),
         ("median_s", "nan", "above 0"),
-        ("median_s", "1e12", "seconds above 0"),
+        ("median_s", "1e12", "at most 1e+09"),
     ],
 )
 def test_a_bad_value_is_named_by_file_line_and_column(tmp_path: Path, column: str, value: str, accepted: str) -> None:
     full = ATTENTION | {"nodes": "", "mean_s": "", "spread_s": "", "src": "", "dst": "", "messages": "", "repeats": ""}
     path = write(tmp_path / "m.csv", full, full | {column: value}, before="# a comment\n")
     message = refusal(path)
-    line = 5 if "\n" in value else 4
-    assert message.startswith(f"--from {path}, line {line}: {column}: got '"), message
+    assert message.startswith(f"--from {path}, line 4: {column}: got '"), message
     assert accepted in message.partition("accepted: ")[2]
     assert "\n" not in message
     assert len(message) < 400
