@@ -205,10 +205,7 @@ def described(fit: Fit) -> str:
 def mixed_against_uniform(folder: Path) -> list[str]:
     """Fewest GPUs of uniform and of mixed fleets on the Mooncake trace, at several rates and targets."""
     path = str(folder / "mooncake_conversation.csv")
-    lines = [
-        "| requests | target | uniform | best | less |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| requests | target | uniform | best | less |", "|---|---|---|---|---|"]
     for rate_scale, percentile, slo_s in (
         *((1.0, 99.0, slo) for slo in (1.0, 2.0, 4.0)),
         *((5.0, 99.0, slo) for slo in (1.0, 2.0, 4.0)),

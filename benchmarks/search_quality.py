@@ -82,7 +82,7 @@ def against_exhaustive(pool: Pool, count: int = 200) -> list[str]:
     ratios = _each(pool, above_exhaustive, [(one,) for one in each], "exhaustive search")
     worst, over = max(ratios), sum(ratio > 1e-3 for ratio in ratios)
     return [
-        f"| exhaustive at the same stride, {count} settings of 2 to 4 GPUs | worst {worst:+.4%}, {over} over 0.1 % |",
+        f"| exhaustive at the same stride, {count} settings of 2 to 4 GPUs | worst {worst:+.4%}, {over} over 0.1 % |"
     ]
 
 

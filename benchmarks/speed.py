@@ -77,10 +77,7 @@ def process_s(arguments: list[str], folder: Path) -> tuple[float, float]:
 
 def answers() -> list[str]:
     """Measure each command and the import of numpy alternately."""
-    lines = [
-        "| command | wall, s | CPU, s | wall over `import numpy` | target | |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = ["| command | wall, s | CPU, s | wall over `import numpy` | target | |", "|---|---|---|---|---|---|"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         process_s(NUMPY, folder)

@@ -338,11 +338,7 @@ LAYOUT = Layout(name="kvrsim measurements", signature=("operation", "median_s"),
 
 
 def write_measurements(
-    path: str | Path,
-    rows: Iterable[Measurement],
-    argument: str = "output",
-    *,
-    origin: Mapping[str, Any] | None = None,
+    path: str | Path, rows: Iterable[Measurement], argument: str = "output", *, origin: Mapping[str, Any] | None = None
 ) -> None:
     """Write a measurement CSV that reads back as the same rows; the file is written completely or not at all.
 
@@ -433,11 +429,7 @@ class Provenance:
             return None
         topology = self.data.get("topology", Topology, "switch")
         return Cluster(
-            name=name,
-            gpu=gpu,
-            num_gpus=max(ranks, self.data.integer("num_gpus", 1)),
-            link=link,
-            topology=topology,
+            name=name, gpu=gpu, num_gpus=max(ranks, self.data.integer("num_gpus", 1)), link=link, topology=topology
         )
 
     def provenance(self) -> dict[str, str]:

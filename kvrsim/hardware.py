@@ -111,9 +111,7 @@ class AllReduceRates:
 
 DEFAULT_MEMORY_FRACTION = 0.9  # the default of vLLM's gpu_memory_utilization
 PeakFlops = Annotated[
-    Mapping[str, float],
-    Keys(DTYPES),
-    Check(f"an object with a number for one or more of {', '.join(DTYPES)}", bool),
+    Mapping[str, float], Keys(DTYPES), Check(f"an object with a number for one or more of {', '.join(DTYPES)}", bool)
 ]
 
 
@@ -357,9 +355,7 @@ def prefix_link(cluster: Cluster, place: str) -> LinkSpec:
 
 
 def load_cluster(
-    name_or_path: str | pathlib.Path = DEFAULT_CLUSTER,
-    num_gpus: int | None = None,
-    argument: str = "cluster",
+    name_or_path: str | pathlib.Path = DEFAULT_CLUSTER, num_gpus: int | None = None, argument: str = "cluster"
 ) -> Cluster:
     """Load a built-in cluster, a size such as "2x8xh100", or a JSON file; `num_gpus` replaces its number of GPUs."""
     shipped = shipped_files(_DATA / "clusters")

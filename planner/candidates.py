@@ -22,15 +22,7 @@ from kvrsim.memory import RankMemory, fits, memory_of
 from kvrsim.notes import note
 from kvrsim.program import Program, computes_s, waited_s
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import (
-    STRATEGIES,
-    Strategy,
-    chain_like,
-    get_strategy,
-    hybrid_names,
-    label_of,
-    sizes_names,
-)
+from kvrsim.strategies import STRATEGIES, Strategy, chain_like, get_strategy, hybrid_names, label_of, sizes_names
 from kvrsim.strategies.layers import supported_prefix_access
 from kvrsim.strategies.pipeline import context_ranks, pipeline_computes_s
 from kvrsim.strategies.pipeline import program as pipeline_program
@@ -204,10 +196,7 @@ def _accesses(per_rank: Scenario, strategy: Strategy) -> tuple[PrefixAccess, ...
 
 def prefix_access_notes(candidates: Sequence[Candidate]) -> list[str]:
     """Notes on how each strategy's ranks attend to a cached prefix that is not on all GPUs; empty if there are none."""
-    meanings = {
-        "whole": "each rank loads all that it needs",
-        "pass-kv": "its shares go to all ranks",
-    }
+    meanings = {"whole": "each rank loads all that it needs", "pass-kv": "its shares go to all ranks"}
     names = {way: [one.strategy.name for one in candidates if one.prefix_access == way] for way in meanings}
     ways = [f"{way} ({meaning}) in {', '.join(names[way])}" for way, meaning in meanings.items() if names[way]]
     had_choice = any(len(_accesses(one.per_rank, one.strategy)) > 1 for one in candidates)
@@ -345,11 +334,7 @@ class ComparedStrategies:
 
 
 def strategies_to_compare(
-    scenario: Scenario,
-    names: Sequence[str | Strategy] | None,
-    *,
-    noisy: bool = False,
-    engine: ForEngine | None = None,
+    scenario: Scenario, names: Sequence[str | Strategy] | None, *, noisy: bool = False, engine: ForEngine | None = None
 ) -> ComparedStrategies:
     """Strategies by name; None and "all" mean every strategy that runs here and could fit in memory.
 
@@ -385,10 +370,7 @@ def strategies_to_compare(
     compared = [one for one in allowed if one.name in least and one.name not in left_out]
     own = [one for one in names or () if one != "all"]
     return ComparedStrategies(
-        strategies=distinct((*compared, *own)),
-        limited=names is None,
-        notes=notes,
-        not_compared=(*left_out, *rings),
+        strategies=distinct((*compared, *own)), limited=names is None, notes=notes, not_compared=(*left_out, *rings)
     )
 
 

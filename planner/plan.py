@@ -115,11 +115,7 @@ class Ranking:
 
     @classmethod
     def of(
-        cls,
-        scenario: Scenario,
-        compared: ComparedStrategies,
-        search: Search,
-        disturbance: Disturbance | None,
+        cls, scenario: Scenario, compared: ComparedStrategies, search: Search, disturbance: Disturbance | None
     ) -> Ranking:
         """Search the partition of every strategy; strategies near KVR's chain start from its partition."""
         for strategy in compared.strategies:  # raise errors before the first search

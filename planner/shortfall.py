@@ -14,14 +14,7 @@ from kvrsim.results.results import Remedy, Shortfall
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks
-from planner.candidates import (
-    Candidate,
-    all_for,
-    choose_partition,
-    distinct,
-    per_rank_scenario,
-    takes_long,
-)
+from planner.candidates import Candidate, all_for, choose_partition, distinct, per_rank_scenario, takes_long
 
 _MOST_TIMES, _MOST_GPUS = 16, 512  # largest factor on the GPUs, and largest number of GPUs, that are tried
 _RULES = ("whole", "even", "pieces")  # partition rules without a long search

@@ -94,8 +94,7 @@ SLOW = {"README.md", "docs/explanation/strategies.md", "docs/how-to/noise.md", "
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in NAMES if COMMANDS[name]],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in NAMES if COMMANDS[name]]
 )
 def test_the_commands_of_a_page(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -113,11 +113,7 @@ def page(engines: Sequence[Resolved]) -> list[str]:
     lines = [
         f"- {one.engine.name}, {what}: {why}" for one in engines for what, why in {**one.refused, **one.differs}.items()
     ]
-    return fill(
-        "engine_flags",
-        engines=table(heads, rows),
-        found=[*lines, ""] if lines else "",
-    )
+    return fill("engine_flags", engines=table(heads, rows), found=[*lines, ""] if lines else "")
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -192,11 +192,7 @@ def is_decoding(row: Measurement) -> bool:
 
 
 def fit_flash(
-    rows: Sequence[Measurement],
-    gpu: GpuSpec,
-    *,
-    kernel: str | None = None,
-    narrow: Sequence[Measurement] = (),
+    rows: Sequence[Measurement], gpu: GpuSpec, *, kernel: str | None = None, narrow: Sequence[Measurement] = ()
 ) -> Fitted[FlashRates]:
     """Fit constants of one of PRESETS (None: the best-fitting one) to calls of one sequence with one head_dim.
 

@@ -35,14 +35,7 @@ from kvrsim.io.schema import NonNegative, PositiveShare
 from kvrsim.kernels.attention import AttentionRates
 from kvrsim.kernels.elementwise import CacheCopies, ElementwiseRates, after_mixer, before_mixer
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates
-from kvrsim.kernels.profile import (
-    CalibrationProfile,
-    Clock,
-    KernelRates,
-    LinkRates,
-    OperationFit,
-    ValidRange,
-)
+from kvrsim.kernels.profile import CalibrationProfile, Clock, KernelRates, LinkRates, OperationFit, ValidRange
 from kvrsim.model.spec import ModelSpec
 
 # A serving engine launches a layer as about a dozen kernels of 5 us each; tables of kernel times lack this time.

@@ -107,11 +107,7 @@ def measure(campaign: Campaign, budget_s: float, on_progress: OnProgress | None 
     seconds of an interrupted campaign count. The journal stays until the caller removes it.
     """
     notes = busy_note()
-    with (
-        campaign.journal() as journal,
-        contextlib.closing(campaign.build()) as bench,
-        DeviceLog(campaign.gpus) as log,
-    ):
+    with campaign.journal() as journal, contextlib.closing(campaign.build()) as bench, DeviceLog(campaign.gpus) as log:
         points = within_budget(bench, budget_s)
         skipped = {str(one): f"would not fit into {budget_s:.0f} s" for one in bench.points() if one not in points}
         earlier = [one for one in journal.results if one["point"] in set(map(str, points))]

@@ -167,9 +167,7 @@ def fit_sections(
         operations={kind: operations[kind] for kind in OPERATION_KINDS if kind in operations},
     )
     return replace(
-        report,
-        profile=profile,
-        lines={**report.lines, **{name: one.lines() for name, one in fitted.items()}},
+        report, profile=profile, lines={**report.lines, **{name: one.lines() for name, one in fitted.items()}}
     )
 
 

@@ -140,13 +140,7 @@ class Network:
     """All links between ranks, the messages that wait for them, and the recorded spans."""
 
     def __init__(
-        self,
-        env: simpy.Environment,
-        cluster: Cluster,
-        num_ranks: int,
-        *,
-        record: bool,
-        noise: NoiseDraw | None,
+        self, env: simpy.Environment, cluster: Cluster, num_ranks: int, *, record: bool, noise: NoiseDraw | None
     ) -> None:
         self.env, self.cluster, self.num_ranks = env, cluster, num_ranks
         self.record, self.noise = record, noise
@@ -227,12 +221,7 @@ class EventSimulation:
     """
 
     def __init__(
-        self,
-        program: Program,
-        cluster: Cluster,
-        *,
-        record: bool = True,
-        noise: NoiseDraw | None = None,
+        self, program: Program, cluster: Cluster, *, record: bool = True, noise: NoiseDraw | None = None
     ) -> None:
         assert noise is None or noise.num_samples == 1, "one sample at a time"
         self.program = program

@@ -137,12 +137,7 @@ class Runner:
 
 
 def ttft_s(
-    scenario: Scenario,
-    strategy: Strategy,
-    chunks: Array,
-    *,
-    draw: NoiseDraw | None = None,
-    enough_s: float = math.inf,
+    scenario: Scenario, strategy: Strategy, chunks: Array, *, draw: NoiseDraw | None = None, enough_s: float = math.inf
 ) -> Array:
     """TTFT of each row of chunks.
 

@@ -60,8 +60,7 @@ class Modules:
         plain = [name for name in names if not name.startswith("re:") and "*" not in name]
         others = [name for name in names if name.startswith("re:") or "*" in name]
         return cls(
-            names=frozenset(in_text_model(name.strip(".")) for name in plain),
-            patterns=tuple(map(_pattern, others)),
+            names=frozenset(in_text_model(name.strip(".")) for name in plain), patterns=tuple(map(_pattern, others))
         )
 
     def hold(self, path: str) -> bool:

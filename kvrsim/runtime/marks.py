@@ -190,7 +190,7 @@ _BEGINS = {
 _AFTER_SEND = ("updated", "sent", "send", "wait", "attending", "start", "token")
 _ASSEMBLED = ("tsp", "zigzag")  # strategies that join gathered K and V
 _PAYLOADS: dict[str, SpanOp] = {
-    **{"tp": "collective", "pp": "activations", "tsp": "all-gather", "zigzag": "all-gather"},
+    **{"tp": "collective", "pp": "activations", "tsp": "all-gather", "zigzag": "all-gather"}
 }
 _OPS: dict[str, SpanOp] = {
     **{"qkv": "qkv", "append": "append", "assemble": "append", "attention": "attention", "output+mlp": "output+mlp"},

@@ -34,12 +34,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
 
 
 SINGLE = Strategy(
-    name="single",
-    title="one GPU",
-    source="KV-Runahead, Fig. 1",
-    partition_rule="whole",
-    layer=layer,
-    degrees=Degrees(),
+    name="single", title="one GPU", source="KV-Runahead, Fig. 1", partition_rule="whole", layer=layer, degrees=Degrees()
 )
 TENSOR_PARALLEL = Strategy(
     name="tp",

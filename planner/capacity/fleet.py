@@ -288,10 +288,7 @@ def route(new_tokens: Lengths, services: Mapping[GroupType, Service], fleet: Fle
 
 
 def run_fleet(
-    workload: Workload,
-    services: Mapping[GroupType, Service],
-    fleet: Fleet,
-    serve: Callable[[Pool], PoolRun] = run_pool,
+    workload: Workload, services: Mapping[GroupType, Service], fleet: Fleet, serve: Callable[[Pool], PoolRun] = run_pool
 ) -> FleetRun:
     """Serve a workload; `services` has its service times by type of group, `serve` simulates one pool."""
     pool_of = route(workload.new_tokens, services, fleet)

@@ -68,11 +68,7 @@ def page(confirmation: Confirmation) -> Page:
             Section(title="Candidates", lead=lead, body=_candidates(confirmation)),
             memory_section(limit),
         ],
-        notes=[
-            f"Machine: {html.in_words(confirmation.conditions)}",
-            *confirmation.reasons,
-            *confirmation.warnings,
-        ],
+        notes=[f"Machine: {html.in_words(confirmation.conditions)}", *confirmation.reasons, *confirmation.warnings],
         data=timelines_data(list(_timelines(confirmation))) | {"memory": memory_data(memory, limit)},
         scripts=SCRIPTS,
         strategies=[_family(one) for one in confirmation.candidates],

@@ -128,10 +128,7 @@ def _facts(grid: StrategyMap) -> dict[str, str]:
     facts = facts_of(grid.question)
     for name in ("context", "GPUs"):  # these are the values of the largest place only
         del facts[name]
-    facts |= {
-        "cluster": grid.cluster.describe(),
-        "lengths": ", ".join(map(format_tokens, grid.lengths)),
-    }
+    facts |= {"cluster": grid.cluster.describe(), "lengths": ", ".join(map(format_tokens, grid.lengths))}
     return facts | {"link bandwidths": ", ".join(map(format_bandwidth, grid.bandwidths))}
 
 

@@ -136,11 +136,7 @@ class _Grid:
         return np.append(0.0, y[edges] - (np.diff(y) / np.diff(x))[edges - 1] * x[edges]) if len(x) > 1 else np.zeros(1)
 
     def _potential(
-        self,
-        pieces_s: Array,
-        price_s: float,
-        possible_s: Array,
-        edges: Sequence[tuple[npt.NDArray[np.intp], Array]],
+        self, pieces_s: Array, price_s: float, possible_s: Array, edges: Sequence[tuple[npt.NDArray[np.intp], Array]]
     ) -> list[tuple[float, ...]]:
         """Rise of V over the context, proven price, and largest rate, for a wanted price.
 

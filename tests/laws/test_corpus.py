@@ -19,12 +19,7 @@ import pytest
 
 from kvrsim.strategies import get_strategy
 from tests.building import any_rows, any_run
-from tests.laws.test_executors import (
-    NAMES,
-    NETWORKS,
-    assert_executors_agree,
-    assert_executors_agree_on_a_small_program,
-)
+from tests.laws.test_executors import NAMES, NETWORKS, assert_executors_agree, assert_executors_agree_on_a_small_program
 
 CORPUS = Path(__file__).with_name("corpus.json")
 SMALL = "small programs"  # examples of this name are programs, with a network of their own

@@ -119,10 +119,7 @@ def test_what_is_left_out_does_not_change_its_own_prediction(split: str) -> None
     changed = settings.rows.assign(prefill_s=np.where(own, 5.0, settings.rows.prefill_s))
     again = left_out(
         Settings(
-            rows=changed,
-            kernels_s=settings.kernels_s,
-            launches=settings.launches,
-            collectives=settings.collectives,
+            rows=changed, kernels_s=settings.kernels_s, launches=settings.launches, collectives=settings.collectives
         ),
         split,
     )

@@ -13,14 +13,7 @@ from kvrsim.hardware import load_gpu
 from kvrsim.io.schema import JsonObject, read
 from kvrsim.kernels.cost import CalibratedCost, RooflineCost, no_time
 from kvrsim.kernels.profile import builtin_profiles, load_profile
-from kvrsim.kernels.sparse import (
-    AttendRates,
-    ScoreRates,
-    SparseCall,
-    SparseKernels,
-    SparseRates,
-    sparse_call,
-)
+from kvrsim.kernels.sparse import AttendRates, ScoreRates, SparseCall, SparseKernels, SparseRates, sparse_call
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import Attention, CompressedAttention, Indexer
 from kvrsim.units import scale

@@ -127,11 +127,7 @@ MISTAKES = [
     (("confirm", "--max-regret", "few"), "--max-regret", "3% or 0.03"),
     (("confirm", "--search", "--output", "table.json", "--minutes", "0"), "--minutes", "above 0"),
     (("confirm", "--search", "--output", "table.json", "--gpus", "1"), "--gpus", "at least 2"),
-    (
-        ("confirm", "--profile", "a100-eager"),
-        "--profile",
-        "a100-80gb', accepted: a profile of this machine",
-    ),
+    (("confirm", "--profile", "a100-eager"), "--profile", "a100-80gb', accepted: a profile of this machine"),
     (("run", "--strategy", "kvr-e", "--profile", "a100-eager", "--dtype", "fp16"), "--profile", "or --other-machine"),
     (("run", "--strategy", "kvr-e", "--model", "llama-3.1-405b"), "--model", "such as tiny-llama"),
     (("confirm", "--strategies", "ring,kvr-p"), "--strategies", "what the runtime runs without a table: single"),
