@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -51,16 +52,15 @@ class FairBus:
         self.served_bytes = 0.0  # bytes that each flow has received
         self.updated_s = 0.0
         self.flows: list[tuple[float, int, simpy.Event]] = []  # heap of (leaves at this served_bytes, order, done)
-        self.entered = 0
-        self.generation = 0  # a wake-up with a smaller number is stale
+        self.order = count()
+        self.wake: simpy.Event | None = None  # wake-up for the next flow that leaves; earlier ones are stale
 
     def transmit(self, nbytes: float) -> Generator[simpy.Event, Any, float]:
         """Share the bus until all bytes have passed; return the time at which the first byte left."""
         start_s = self.env.now
         self._serve()
         done = self.env.event()
-        self.entered += 1
-        heapq.heappush(self.flows, (self.served_bytes + nbytes, self.entered, done))
+        heapq.heappush(self.flows, (self.served_bytes + nbytes, next(self.order), done))
         self._plan()
         yield done
         return start_s
@@ -73,16 +73,15 @@ class FairBus:
         self.updated_s = self.env.now
 
     def _plan(self) -> None:
-        """Schedule a wake-up for the next flow that leaves; earlier wake-ups become stale."""
-        self.generation += 1
+        """Schedule a wake-up for the next flow that leaves."""
         if self.flows:
             leaves_at = self.flows[0][0]
             missing = max(0.0, leaves_at - self.served_bytes)
-            wake = self.env.timeout(missing * len(self.flows) / self.bandwidth_bytes_per_s, value=self.generation)
-            wake.callbacks.append(self._wake)
+            self.wake = self.env.timeout(missing * len(self.flows) / self.bandwidth_bytes_per_s)
+            self.wake.callbacks.append(self._wake)
 
     def _wake(self, event: simpy.Event) -> None:
-        if event.value != self.generation:
+        if event is not self.wake:
             return
         leaves_at = self.flows[0][0]
         self._serve()
@@ -246,7 +245,7 @@ class RankProcess:
         self.program, self.rank, self.network, self.env = program, rank, network, network.env
         self.host_s = 0.0
         self.clock_s = 0.0
-        self.num_meetings = 0
+        self.meetings = count()  # numbers of the rank's collectives and rounds
         self.loaded_s = 0.0  # time at which all loads so far have left their link
         self.num_computed = 0
         self.last_left: simpy.Event | None = None  # departure of the last message that leaves in turn
@@ -355,8 +354,7 @@ class RankProcess:
 
     def _join(self, ranks: range) -> Meeting:
         """Join the next collective of these ranks, or round of a collective."""
-        meeting = self.network.meeting(self.num_meetings, ranks)
-        self.num_meetings += 1
+        meeting = self.network.meeting(next(self.meetings), ranks)
         meeting.joined[self.rank].succeed()
         return meeting
 

@@ -36,7 +36,6 @@ if TYPE_CHECKING:  # importing noise slows the start of a plan without noise
     from kvrsim.results.timeline import Timeline
 
 BLOCK = 8192  # partitions that are evaluated together on more than 8 ranks; on fewer ranks, up to twice as many
-_MANY = 1024  # number of partitions from which their arrays are large
 _KEPT = 3 * 2**20  # length of an array of 24 MiB, whose pages are never touched
 _CELLS = 2**14  # partitions times samples that are evaluated together
 # Chains: largest number of partitions times ranks that are evaluated together, and least number of partitions.
@@ -77,8 +76,7 @@ class Runner:
         stage_layers: for a pipeline without context ranks, layers per stage of each partition, shape (stages, B); None:
         those of the strategy.
         """
-        if chunks.shape[1] >= _MANY:
-            _keep_freed_memory()
+        _keep_freed_memory()
         if draw is None and self.chain is not None:
             return self._chain_finish_s(self.chain, chunks, last_only, enough_s)
         if draw is None and self.strategy.pipeline is not None:

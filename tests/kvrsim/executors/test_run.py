@@ -13,9 +13,11 @@ from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
 from kvrsim.executors.batch import _Evaluation, run_batch
 from kvrsim.executors.event import EventSimulation
-from kvrsim.executors.run import Runner, check_executor, finish_s, ttft_s
-from kvrsim.hardware import load_cluster
-from kvrsim.program import AllGather, Compute, Op, Program
+from kvrsim.executors.run import _KEPT, Runner, check_executor, finish_s, run_partition, run_program, ttft_s
+from kvrsim.hardware import Cluster, load_cluster
+from kvrsim.noise import Noise, NoiseDraw
+from kvrsim.program import AllGather, Array, Compute, Op, Program
+from kvrsim.scenario import Partition
 from kvrsim.strategies import STRATEGIES, get_strategy
 
 
@@ -79,18 +81,91 @@ def test_layers_are_run_until_they_advance_alike(
     assert len(calls) == layers + 2, "prologue, layers, epilogue"
 
 
-def test_many_samples_are_run_one_partition_at_a_time() -> None:
-    runner = Runner(for_strategy(make_scenario(ctx=1000, gpus=2)[0], STRATEGIES["tsp"]), STRATEGIES["tsp"])
-    assert runner.rows_at_once(2**20) == 1
+@pytest.mark.parametrize(
+    ("name", "options", "samples", "rows"),
+    [
+        ("kvr-s", {"gpus": 2}, 1, 2**14),  # arrays of a chain take 256 KiB
+        ("kvr-s", {"gpus": 8}, 1, 2**12),
+        ("kvr-s", {"gpus": 512}, 1, 128),  # at least 128 partitions
+        ("kvr-s", {"gpus": 8}, 2**12, 4),
+        ("tsp", {"gpus": 2}, 1, 2**14),
+        ("tsp", {"gpus": 8}, 1, 2**14),
+        ("tsp", {"gpus": 16}, 1, 2**13),  # arrays take at most 1 MiB, but hold at least 8192 partitions
+        ("tsp", {"gpus": 32}, 1, 2**13),
+        ("tsp", {"gpus": 2}, 2**10, 16),
+        ("tsp", {"gpus": 2}, 2**20, 1),
+        ("tsp", {"gpus": 2, "topology": "bus"}, 1, 1024),
+        ("tsp", {"gpus": 64, "topology": "bus"}, 1, 8),  # 32 layers, 64 x 64 messages each
+        ("kvr-s", {"gpus": 64, "topology": "bus"}, 1, 512),
+        ("tsp", {"gpus": 256, "topology": "bus"}, 1, 1),
+    ],
+)
+def test_blocks_have_a_limited_size(name: str, options: dict[str, Any], samples: int, rows: int) -> None:
+    """Partitions that are evaluated together: as many as the caches and the memory allow."""
+    strategy = STRATEGIES[name]
+    runner = Runner(for_strategy(make_scenario(ctx=1000, **options)[0], strategy), strategy)
+    assert runner.rows_at_once(samples) == rows
+    assert [block.shape[1] for block in runner.blocks(np.ones((2 * rows + 1, 2)), samples)] == [rows, rows, 1]
 
 
-def test_blocks_hold_all_partitions() -> None:
-    scenario = for_strategy(make_scenario(ctx=1000, gpus=2)[0], STRATEGIES["kvr-s"])
+def test_blocks_hold_all_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario, shapes = for_strategy(make_scenario(ctx=1000, gpus=2)[0], STRATEGIES["kvr-s"]), list[tuple[int, ...]]()
+    run = Runner.finish_s
+
+    def noted(*values: Any, **options: Any) -> Any:
+        finish_s = run(*values, **options)
+        shapes.append(finish_s.shape)
+        return finish_s
+
+    monkeypatch.setattr(Runner, "finish_s", noted)
     rows = np.array([[first, 1000.0 - first] for first in range(1, 1000)] * 20)
     times_s = ttft_s(scenario, STRATEGIES["kvr-s"], rows)
+    assert shapes == [(1, 2**14), (1, len(rows) - 2**14)]  # only the last rank, in blocks
     assert times_s.shape == (len(rows),)
     alone_s = [ttft_s(scenario, STRATEGIES["kvr-s"], row[None])[0] for row in rows[:3]]
     assert times_s[:3] == pytest.approx(np.array(alone_s), rel=1e-11, abs=0)
+
+
+@pytest.mark.parametrize(("ranks", "layers", "sizes"), [(32, 32, [32, 32, 1]), (64, 512, [1] * 65)])
+def test_samples_on_a_bus_are_run_in_groups(
+    ranks: int, layers: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group has at most a million messages, or one sample."""
+    none: tuple[tuple[Op, ...], ...] = ((),) * ranks
+    program = Program(strategy="test", prologue=none, layers=(none,), layer_kind_index=(0,) * layers, epilogue=none)
+    draws = list[NoiseDraw]()
+
+    def noted(program: Program, cluster: Cluster, draw: NoiseDraw) -> Array:
+        draws.append(draw)
+        return np.full((program.num_ranks, draw.num_samples), float(len(draws)))
+
+    monkeypatch.setattr("kvrsim.executors.bus.run_shared", noted)
+    cluster = make_scenario(ctx=1000, gpus=ranks, topology="bus")[0].cluster
+    draw = NoiseDraw(Noise(compute_jitter=0.1), ranks, seed=0, samples=range(65))
+    finish_s = run_program(program, cluster, draw)
+    assert [one.num_samples for one in draws] == sizes
+    assert finish_s[0, 0].tolist() == np.repeat(np.arange(1.0, len(sizes) + 1), sizes).tolist()
+
+
+def test_freed_memory_is_kept() -> None:
+    """Glibc keeps freed memory after an array of at least 128 KiB and at most 32 MiB."""
+    assert 2**24 <= 8 * _KEPT < 2**25
+
+
+def test_one_partition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event executor runs only for a timeline, for noise, or on request."""
+    calls = calls_of(monkeypatch, EventSimulation, "__init__")
+    strategy, draw = STRATEGIES["tsp"], NoiseDraw(Noise(compute_jitter=0.1), 2, seed=0)
+    scenario = for_strategy(make_scenario(ctx=1000, gpus=2)[0], strategy)
+    partition = Partition.even(1000, 2)
+    quiet_s = run_partition(scenario, strategy, partition).ttft_s
+    assert not calls
+    assert run_partition(scenario, strategy, partition, executor="event").ttft_s == pytest.approx(quiet_s, rel=1e-11)
+    timed = run_partition(scenario, strategy, partition, timeline=True)
+    assert timed.timeline is not None
+    assert timed.timeline.end_s == pytest.approx(quiet_s, rel=1e-11)
+    assert run_partition(scenario, strategy, partition, draw=draw).ttft_s != pytest.approx(quiet_s, rel=1e-3)
+    assert len(calls) == 3
 
 
 def test_the_executor_of_a_request() -> None:
