@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import gc
 import importlib
 import json
 import os
@@ -181,6 +182,7 @@ def _leave_out(tree: ast.Module, statement: ast.stmt) -> None:
 
 def is_killed(path: str, tree: ast.Module) -> bool:
     """Whether a test fails on the mutant, or does not end."""
+    gc.freeze()  # the child copies no page only because objects in it are collected
     child = os.fork()
     if child == 0:
         resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
@@ -190,6 +192,7 @@ def is_killed(path: str, tree: ast.Module) -> bool:
         try:
             _replace(path, tree)
             options = ["-x", "-q", "-p", "no:cacheprovider", "--hypothesis-profile", "mutation"]
+            options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that are imported already
             os._exit(pytest.main([*options, *TESTS[path]]))
         finally:
             os._exit(1)
@@ -243,8 +246,8 @@ def main() -> None:
     args = parser.parse_args()
     results = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     os.chdir(ROOT)
-    for path in TESTS:
-        importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    for name in ("kvrsim.model.reader", *(path.removesuffix(".py").replace("/", ".") for path in TESTS)):
+        importlib.import_module(name)  # before the forks; the reader of models imports torch and transformers
     every = [(path, *one) for path in TESTS for one in mutants(path)]
     if args.report:
         return report(results, {name for _, name, _ in every})

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 
 from kvrsim.builder import make_scenario
-from kvrsim.compile import for_strategy
+from kvrsim.compile import build_program, columns, for_strategy
 from kvrsim.engine import NO_HOST
 from kvrsim.executors.chain import last_of_row, row_after
-from kvrsim.executors.run import Runner
+from kvrsim.executors.run import Runner, run_program
 from kvrsim.program import Array
 from kvrsim.strategies import STRATEGIES
-from tests.building import Draws, any_engine, draws, examples
+from tests.building import Draws, any_engine, any_rows, any_run, draws, examples
 from tests.laws.test_executors import assert_executors_agree
 
 KVR = STRATEGIES["kvr-s"]
@@ -45,6 +45,25 @@ def test_rows(rng: Draws) -> None:
     periods = 2 * nodes + more
     want = row_by_row(x, on, back, periods)
     assert last_of_row(x, on, back, periods) == pytest.approx(want[-1], rel=1e-12)
+
+
+@given(rng=draws())
+@examples(100)
+def test_any_chain(rng: Draws) -> None:
+    """A chain equals its program: few and many layers and ranks, uneven machines, hosts that lead or delay."""
+    layers, num_gpus = rng.choice([(1, 3), (4, 30)]), rng.choice([(2, 3), (4, 12)])
+    scenario = any_run(rng, KVR, topologies=("switch", "nodes"), layers=layers, num_gpus=num_gpus)
+    runner, rows = Runner(scenario, KVR), any_rows(rng, scenario, KVR, 3)
+    if runner.chain is None:
+        return
+    chunks = np.stack(columns(rows))
+    finish_s, holds = runner.chain.finish_s(chunks)
+    last_s, last_holds = runner.chain.finish_s(chunks, last_only=True)
+    want_s = run_program(build_program(scenario, KVR, list(chunks)), scenario.cluster)
+    assert finish_s[:, holds] == pytest.approx(want_s[:, holds], rel=1e-11, abs=0)
+    assert last_s[0] == pytest.approx(finish_s[-1], rel=1e-11, abs=0)
+    assert (last_holds == holds).all()
+    assert scenario.host.layer_s or scenario.host.message_s or holds.all()
 
 
 @pytest.mark.parametrize("decode_step", [False, True])
