@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import gc
 import importlib
 import json
 import os
@@ -182,7 +181,6 @@ def _leave_out(tree: ast.Module, statement: ast.stmt) -> None:
 
 def is_killed(path: str, tree: ast.Module) -> bool:
     """Whether a test fails on the mutant, or does not end."""
-    gc.freeze()  # the child copies no page only because objects in it are collected
     child = os.fork()
     if child == 0:
         resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
