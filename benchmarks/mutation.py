@@ -90,16 +90,22 @@ TESTS = {  # tests that cover a module; quick tests and those that detect the mo
     "planner/search/bound.py": [
         f"{SEARCH}/test_bound.py::{name}"
         for name in (
-            "test_one_gpu",
             "test_the_bound_is_close",
             "test_partitions_between_walls_have_all_tokens",
+            "test_one_gpu",
             "test_what_refuted_an_earlier_bound",
             "test_slow_links_few_ranks",
             "test_anything",
             "test_what_own_measurements_tell",
         )
     ],
-    "planner/search/pipeline_bound.py": [f"{SEARCH}/test_pipeline_bound.py"],
+    "planner/search/pipeline_bound.py": [
+        *(
+            f"{SEARCH}/test_pipeline_bound.py::test_{name}"
+            for name in ("the_bound_is_close", "the_least_of_all_layouts")
+        ),
+        f"{SEARCH}/test_pipeline_bound.py",
+    ],
 }
 Change = Callable[[], object]
 LIMIT_S = 300  # maximum CPU seconds of one mutant, which is killed after them; unchanged modules take less than half

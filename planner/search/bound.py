@@ -205,8 +205,8 @@ def _begin_s(scenario: Scenario) -> tuple[float, float]:
 
 def issued_or_loaded_s(scenario: Scenario, strategy: Strategy) -> float:
     """Seconds in which the last rank's host issues all layers, or the rank loads the cached prefix, if longer."""
-    last = scenario.cluster.num_gpus - 1
-    ops = [op for _, op in build_program(scenario, strategy, [np.ones(1)] * (last + 1)).ops(last)]
+    program = build_program(scenario, strategy, [np.ones(1)] * scenario.cluster.num_gpus)
+    ops = [op for _, op in program.ops(program.num_ranks - 1)]
     loaded_s = sum(op.seconds.item() for op in ops if isinstance(op, Load))
     return max(float(sum(float(np.sum(op.host_s)) for op in ops)), loaded_s)
 

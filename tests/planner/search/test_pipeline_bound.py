@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, pairwise, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,15 +16,18 @@ from hypothesis import strategies as st
 import kvrsim
 from kvrsim.compile import for_strategy
 from kvrsim.hardware import SlowGpu, UnevenCluster
+from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from planner.search.minimise import Evaluator
 from planner.search.pipeline import search_pipeline
-from planner.search.pipeline_bound import _mix_s, _with_stage, pipeline_bound_s
+from planner.search.pipeline_bound import _Grid, _Layouts, _mix_s, _with_stage, pipeline_bound_s
 from tests.building import Draws, any_placed, any_scenario, as_measured, draws, examples
 
 SEARCHED = get_strategy("pp-s")
 EXACT = 1 + 1e-9
+H100 = {"model": "llama-3-8b", "cluster": "h100-nvlink"}
+EAGER = {"model": "llama-7b", "profile": "a100-eager"}
 
 
 def any_layers(rng: Draws, num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -108,11 +113,138 @@ def test_mixing_takes_no_less_for_longer_and_later_pieces(rng: Draws) -> None:
             assert (np.diff(seconds, axis=axis) >= -1e-9 * seconds.max()).all()
 
 
-def test_the_bound_is_close() -> None:
-    """The bound is within 4.5 % of the search's result, for a long prompt on eight GPUs."""
-    scenario, _ = kvrsim.make_scenario(ctx="64k", gpus=8, model="llama-3-8b", cluster="h100-nvlink")
-    found = search_pipeline(scenario, SEARCHED)
-    assert 1.0 <= found.ttft_s / pipeline_bound_s(scenario) <= 1.045
+def layouts(num_layers: int, num_stages: int) -> list[list[range]]:
+    """The layers of each stage, in all layouts."""
+    cuts = combinations(range(1, num_layers), num_stages - 1)
+    return [[range(*ends) for ends in pairwise((0, *cut, num_layers))] for cut in cuts]
+
+
+@given(rng=draws(), overlaps=st.booleans(), has_links=st.booleans())
+@examples(200)
+def test_the_least_of_all_layouts(rng: Draws, overlaps: bool, has_links: bool) -> None:
+    """Paths: the least over all layouts, one by one; with hosts of two stages also of the longest host's time."""
+    num_layers, num_stages, exact = rng.randint(2, 6), rng.randint(1, 4), rng.randint(1, 6)
+    num_stages = min(num_stages, num_layers)
+    weights = np.array([rng.uniform(0.1, 1.0) for _ in range(num_layers)])
+    slowness = tuple(rng.choice([1.0, 1.6]) for _ in range(num_stages))
+    shares = np.array([rng.choice([0.0, rng.uniform(0.1, 3.0)]) for _ in range(num_stages - 1)]) if has_links else None
+    hosts_s = rng.uniform(0.1, 2.0) if num_stages < 3 and rng.random() < 0.7 else 0.0
+    until = np.append(0.0, np.cumsum(weights))
+    bounds = _Layouts(weights, until, hosts_s, slowness, overlaps, exact)
+    assert bounds.total == pytest.approx(weights.sum())
+    numbers = np.arange(1.0, exact + 3)  # the last two are not exact
+    pieces_s, before_s = rng.uniform(0.5, 2.0) * numbers, np.full(len(numbers), rng.choice([0.0, 0.3]))
+    want_s = np.full(len(numbers), np.inf)
+    for layout in layouts(num_layers, num_stages):
+        each, hosts = list[float](), list[float]()
+        for stage, own in enumerate(layout):
+            link = 0.0 if shares is None or stage == num_stages - 1 else float(shares[stage])
+            weight = float(weights[own].sum())
+            each.append(slowness[stage] * weight + (0.0 if overlaps else link))
+            each.extend([link] if overlaps and link else [])
+            hosts.append(weight * hosts_s)
+        behind = [0.0] if num_stages == 1 else [least_length(each[-1:], 1), 0.0]
+        for index, (number, seconds, early_s) in enumerate(zip(numbers, pieces_s, before_s, strict=True)):
+            if number > exact:
+                path_s = max(each) * seconds
+            else:
+                path_s = least_length(each, int(number)) * seconds
+                after = [least_length(each[1:], int(number)) * seconds, 0.0] if num_stages == 2 else behind
+                issued_s = (max(number * own, own + later) for own, later in zip(hosts, after, strict=False))
+                path_s = max(path_s, *(one - early_s for one in issued_s)) if hosts_s else path_s
+            want_s[index] = min(want_s[index], path_s)
+    assert bounds.least_s(pieces_s, numbers, before_s, shares) == pytest.approx(want_s, rel=1e-9)
+
+
+PIECES = np.array([1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0, 256.0])
+
+
+def made_of(base_s: float, token_s: float, pair_s: float) -> Callable[[Array, Array], Array]:
+    """Seconds of pieces by length and start; for a given number of pieces, all cuts take equally long."""
+    return lambda length, start: np.asarray(base_s + token_s * length + pair_s * length * (start + length / 2))
+
+
+@given(rng=draws())
+@examples(60)
+def test_potentials_bound_all_pieces(rng: Draws) -> None:
+    """For any number of pieces up to the number of tokens, and for intervals of numbers."""
+    tokens = rng.choice([1, 2, 7, rng.randint(8, 3000)])
+    grid, base_s = _Grid.of(tokens), rng.choice([0.0, 1.0, 100.0])
+    token_s, pair_s = (rng.choice([0.0, 1.0]) if base_s else 1.0), rng.choice([0.0, 0.001, 0.1])
+    seconds = made_of(base_s, token_s, pair_s)
+    numbers = PIECES[tokens >= PIECES]
+    potentials = grid.potentials(seconds(grid.lengths[:, None], grid.starts))
+    least_s = potentials.least_s(numbers, numbers).max(axis=0)
+    want_s = numbers * base_s + token_s * tokens + pair_s * tokens**2 / 2
+    assert (least_s <= want_s * EXACT).all()
+    assert (potentials.least_s(numbers, numbers + 5).max(axis=0) <= least_s * EXACT).all()
+
+
+@pytest.mark.parametrize(
+    ("gap", "tokens", "seconds"),
+    [
+        (0.016417, 7, (1.0, 1.0, 0.1)),
+        (0.004316, 300, (100.0, 1.0, 0.0)),
+        (0.029404, 1000, (0.0, 1.0, 0.001)),
+        (0.123147, 1000, (100.0, 0.0, 0.1)),
+        (0.027760, 4096, (100.0, 1.0, 0.001)),
+        (0.037042, 4096, (1000.0, 1.0, 0.01)),
+        (0.090126, 20000, (1.0, 1.0, 0.1)),
+    ],
+)
+def test_potentials_are_close(gap: float, tokens: int, seconds: tuple[float, float, float]) -> None:
+    """The mean gap over the numbers of pieces."""
+    grid, numbers = _Grid.of(tokens), PIECES[tokens >= PIECES]
+    potentials = grid.potentials(made_of(*seconds)(grid.lengths[:, None], grid.starts))
+    want_s = numbers * seconds[0] + seconds[1] * tokens + seconds[2] * tokens**2 / 2
+    assert 0 <= (want_s / potentials.least_s(numbers, numbers).max(axis=0) - 1).mean() <= gap
+
+
+@pytest.mark.parametrize(
+    ("gap", "options"),
+    [
+        (0.00543, {"ctx": "1k", "gpus": 2} | H100),
+        (0.01133, {"ctx": "1k", "gpus": 8} | H100),
+        (0.03588, {"ctx": "64k", "gpus": 4} | H100),
+        (0.03809, {"ctx": "64k", "gpus": 8} | H100),
+        (0.00023, {"ctx": 7, "gpus": 3} | H100),
+        (0.00029, {"ctx": "2k", "gpus": 1} | H100),
+        (0.02654, {"ctx": "8k", "gpus": 3, "cached_prefix": "4k"} | H100),
+        (0.03113, {"ctx": "4k", "gpus": 4, "link_bandwidth": 1e8} | H100),
+        (0.02003, {"ctx": "4k", "gpus": 4, "link_latency": "1ms"} | H100),
+        (0.03671, {"ctx": "4k", "gpus": 4, "slow_gpu": 1} | H100),
+        (0.07879, {"ctx": "4k", "gpus": 4, "model": "llama-7b", "engine": "serving"}),
+        (0.08885, {"ctx": "8k", "gpus": 4} | EAGER),
+        (0.18810, {"ctx": "8k", "gpus": 4, "link_bandwidth": 1e8, "slow_gpu": 2} | EAGER),
+        (0.02496, {"ctx": "8k", "gpus": 4, "link_bandwidth": 1e7} | EAGER),
+        (0.05254, {"ctx": "8k", "gpus": 4} | H100 | {"model": "gemma-3-27b"}),
+        (1.06964, {"ctx": "8k", "gpus": 4} | H100 | {"model": "deepseek-v3"}),
+        (0.42755, {"ctx": "8k", "gpus": 6} | H100 | {"model": "qwen3-next-80b-a3b"}),
+    ],
+)
+def test_the_bound_is_close(gap: float, options: dict[str, Any]) -> None:
+    """The bound is near the search's result: one or many pieces, slow links, hosts, a slow GPU, several kinds."""
+    slow = options.get("slow_gpu")
+    scenario, _ = kvrsim.make_scenario(**{key: value for key, value in options.items() if key != "slow_gpu"})
+    if slow is not None:
+        scenario = replace(scenario, cluster=UnevenCluster.of(scenario.cluster, [SlowGpu(rank=slow, factor=1.6)], []))
+    scenario = for_strategy(scenario, SEARCHED)
+    assert 1.0 <= search_pipeline(scenario, SEARCHED).ttft_s / pipeline_bound_s(scenario) <= 1.0 + gap
+
+
+@pytest.mark.parametrize("profile", ["a100-eager", "a100-flash"])
+def test_longer_pieces_have_a_higher_bound(profile: str) -> None:
+    """With only one piece, the bound is the time of the best layout of the stages."""
+    scenario, _ = kvrsim.make_scenario(ctx=1000, gpus=4, model="llama-7b", profile=profile, link_bandwidth=1e9)
+    scenario = for_strategy(scenario, SEARCHED)
+    bounds_s = [pipeline_bound_s(scenario, least) for least in (1, 10, 100, 300, 501, 1000, 2000)]
+    assert bounds_s == sorted(bounds_s)
+    assert bounds_s[0] < bounds_s[4] == bounds_s[5] == bounds_s[6]
+    whole_s = min(
+        Evaluator(scenario, replace(SEARCHED, stage_layers=layout)).one((1000,))
+        for layout in ((8, 8, 8, 8), (7, 8, 8, 9), (1, 1, 1, 29))
+    )
+    assert 1.0 <= whole_s / bounds_s[4] <= 1.013
 
 
 def test_long_pieces_of_eager_attention_are_not_faster_than_the_bound() -> None:
