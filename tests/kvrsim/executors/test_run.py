@@ -58,11 +58,7 @@ def test_fast_ways_are_taken(
 
 @pytest.mark.parametrize(
     ("layers", "pieces", "work"),
-    [
-        (2, (2, 2, 2), (1, 0, 1)),
-        (3, (1, 1, 0, 0), (1, 1, 1, 1)),
-        (7, (0, 1, 2, 2), (2, 3, 4, 4)),
-    ],
+    [(2, (2, 2, 2), (1, 0, 1)), (3, (1, 1, 0, 0), (1, 1, 1, 1)), (7, (0, 1, 2, 2), (2, 3, 4, 4))],
 )
 def test_layers_are_run_until_they_advance_alike(
     layers: int, pieces: tuple[int, ...], work: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
