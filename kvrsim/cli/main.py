@@ -119,6 +119,8 @@ def app(context: click.Context, version: bool) -> None:
 def run() -> None:
     """Run the command line and leave with its exit code."""
     gc.set_threshold(100_000)  # at Python's default, 700, it visits the objects of imported modules many times
+    if sys.argv[1:2] and sys.argv[1] in GROUPS["Plan"] | GROUPS["Look up"]:  # the others may measure with all cores
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads take 40 ms to start; matrices are small
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

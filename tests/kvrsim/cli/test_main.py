@@ -193,3 +193,11 @@ main.run()
     done = subprocess.run(command, env={"PYTHONPATH": path}, capture_output=True, text=True, check=False)
     assert done.returncode == cli.EXIT_INTERRUPTED
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("command", "threads"), [("plan", "1"), ("engines", "1"), ("calibrate", "None")])
+def test_commands_that_do_not_measure_start_no_threads_of_numpy(command: str, threads: str) -> None:
+    code = "import os; from kvrsim.cli import main; main.main = lambda _: print(os.environ.get('OPENBLAS_NUM_THREADS'))"
+    whole = [sys.executable, "-c", f"{code}; main.run()", command]
+    done = subprocess.run(whole, env={"PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True)
+    assert done.stdout.strip() == threads, done.stderr
