@@ -31,7 +31,7 @@ from planner.candidates import per_rank_scenario, ttft_of
 from planner.processes import Pool
 from planner.search.balance import ChainWork, balanced_chunks
 from planner.search.bound import lower_bound_s
-from planner.search.minimise import Evaluator, chunk_lens, rounded
+from planner.search.minimise import Evaluator, chunk_lens, chunks_between, rounded, to_grid, unique_rows
 from planner.search.search import search
 from planner.table.table import (
     PartitionTable,
@@ -165,13 +165,11 @@ def _nearest_to_balanced(
     if draft.num_gpus == 1:
         return draft
     balanced, tokens = np.array(draft.balanced, dtype=float), sum(draft.balanced)
-    blends = [
-        _whole(balanced + share * (np.array(partition) - balanced), tokens)
-        for partition in partitions
-        for share in np.linspace(0.0, 1.0, _BLENDS + 1)
-    ]
-    rows = np.unique(blends, axis=0)
-    ttft_s = Evaluator(scenario, strategy).ttft_s(rows.astype(float))
+    shares = np.linspace(0.0, 1.0, _BLENDS + 1)[:, None]
+    blends = np.concatenate([balanced + shares * (np.array(partition) - balanced) for partition in partitions])
+    rows = unique_rows(chunks_between(to_grid(np.cumsum(blends, axis=1)[:, :-1], 1, tokens), tokens))
+    enough_s = (1 + _AS_FAST_IF_EVEN_IS) * draft.ttft_s  # slower rows are not chosen
+    ttft_s = Evaluator(scenario, strategy).ttft_s(rows.astype(float), enough_s)
     distance = np.abs(rows - balanced).max(axis=1)
     best_s = min(draft.ttft_s, float(ttft_s.min()))
     even_is_as_fast = _even_ttft_s(scenario, strategy) <= (1 + _EVEN_IS_AS_FAST) * best_s
@@ -189,7 +187,8 @@ def _whole(chunks: Array, tokens: int) -> tuple[int, ...]:
 def _even_ttft_s(scenario: Scenario, strategy: Strategy) -> float:
     """The strategy's TTFT with even chunks."""
     even = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus)
-    return ttft_of(per_rank_scenario(scenario, strategy), strategy, even)
+    per_rank = per_rank_scenario(scenario, strategy)
+    return per_rank.derived(("even", strategy), lambda: ttft_of(per_rank, strategy, even))
 
 
 def make_table(
