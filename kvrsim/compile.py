@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -13,7 +12,7 @@ from kvrsim.errors import InputError, KvrsimError
 from kvrsim.kernels.cost import CostModel
 from kvrsim.kernels.tensor_parallel import share_of
 from kvrsim.layout import Degrees, Layout, layout_on
-from kvrsim.program import AllGather, AllToAll, Array, Op, Program, Recv, RingPass, Send, slowed_by_pending_recv
+from kvrsim.program import Array, Op, Program, Recv, Send, run_order, slowed_by_pending_recv
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Step, Strategy
 from kvrsim.strategies.layers import (
@@ -132,34 +131,10 @@ def waits_for_ever(layer: Sequence[Sequence[Op]]) -> tuple[int, Op] | None:
 
     layer: the operations of each rank.
     """
-    exchanges = [[op for op in ops if isinstance(op, Send | Recv | AllGather | AllToAll | RingPass)] for ops in layer]
-    sent, at, ranks = Counter[tuple[int, int]](), [0] * len(layer), range(len(layer))
-
-    def now(rank: int) -> Op | None:
-        return exchanges[rank][at[rank]] if at[rank] < len(exchanges[rank]) else None
-
-    def ready(rank: int, op: Op) -> list[int]:
-        """Return the ranks that complete the operation together; [] if this rank has to wait."""
-        if isinstance(op, Recv):
-            return [rank] if sent[op.src, rank] > 0 else []
-        if isinstance(op, Send):
-            other = now(op.dst)
-            return [rank] if not op.rendezvous or (isinstance(other, Recv) and other.src == rank) else []
-        members = op.members(rank, len(layer)) if isinstance(op, AllGather) else ranks
-        return list(members) if all(type(now(member)) is type(op) for member in members) else []
-
-    while waiting := [(rank, op) for rank in ranks if (op := now(rank)) is not None]:
-        together = next(((op, group) for rank, op in waiting if (group := ready(rank, op))), None)
-        if together is None:
-            return waiting[0]
-        op, group = together
-        for rank in group:
-            at[rank] += 1
-        if isinstance(op, Send):
-            sent[group[0], op.dst] += 1
-        elif isinstance(op, Recv):
-            sent[op.src, group[0]] -= 1
-    return None
+    _, ends = run_order(layer)
+    return next(
+        ((rank, ops[end]) for rank, (ops, end) in enumerate(zip(layer, ends, strict=True)) if end < len(ops)), None
+    )
 
 
 def columns(chunks: Sequence[int] | Array) -> list[Array]:

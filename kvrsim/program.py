@@ -14,11 +14,11 @@ batch executor; and in the bus executor.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -148,6 +148,7 @@ class Load:
 
 
 Op = Compute | Send | Recv | AllGather | RingPass | AllToAll | Collective | Load
+Collectives = AllGather | RingPass | AllToAll  # collectives of several ranks, which meet
 
 
 def work_s(op: Op) -> Array:
@@ -165,14 +166,22 @@ def stream_s(op: Op) -> Array:
     return op.device_s if isinstance(op, Compute) else op.seconds
 
 
-def host_s_of(op: Op) -> float:
+def host_s_of(op: Any) -> float:
     """Seconds that the host needs to issue an operation, all its rounds together."""
     return sum(op.host_s) if isinstance(op, RingPass) else op.host_s
 
 
 def beside_message_s(work_s: Array, flight_s: Array, share: float) -> Array:
-    """Seconds of work that loses `share` of its rate for the first `flight_s` seconds, while messages are in flight."""
-    return work_s + np.minimum(share / (1.0 - share) * work_s, share * flight_s) if share else work_s
+    """Seconds of work that loses `share` of its rate for the first `flight_s` seconds, while messages are in flight.
+
+    flight_s: has the shape of the result.
+    """
+    if not share:
+        return work_s
+    beside_s = share * flight_s
+    np.minimum(beside_s, share / (1.0 - share) * work_s, out=beside_s)
+    beside_s += work_s
+    return beside_s
 
 
 def with_arrays(op: Op, change: Callable[[Array], Array]) -> Op:
@@ -205,6 +214,55 @@ def slower(ops: Sequence[Op], factor: float | Array) -> tuple[Op, ...]:
         else op
         for op in ops
     )
+
+
+def run_order(ranks: Sequence[Sequence[Any]]) -> tuple[list[Sequence[int]], list[int]]:
+    """An order in which ranks can run their operations, and the number of operations that each rank can run.
+
+    Each entry of the order is the ranks whose next operations run together: one rank, the sender and the receiver of a
+    rendezvous, or the ranks of a collective. The order does not depend on times. A rank that cannot run all of its
+    operations waits for ever.
+    ranks: the operations of each rank; a message is a Send, or another object with `dst` and `rendezvous`.
+    """
+    order, at, sent = list[Sequence[int]](), [0] * len(ranks), Counter[tuple[int, int]]()
+
+    def now(rank: int) -> Any:
+        return ranks[rank][at[rank]] if at[rank] < len(ranks[rank]) else None
+
+    def together(rank: int) -> Sequence[int]:
+        """Ranks whose next operations run together with this rank's next one; empty if it has to wait."""
+        op = now(rank)
+        if op is None or (isinstance(op, Recv) and not sent[op.src, rank]):
+            return ()
+        if isinstance(op, Collectives):
+            members = _members(op, rank, len(ranks))
+            each = [(other, now(other)) for other in members]
+            meet = all(type(own) is type(op) and _members(own, other, len(ranks)) == members for other, own in each)
+            return members if meet else ()
+        if getattr(op, "dst", None) is not None and op.rendezvous:
+            other = now(op.dst)
+            return (rank, op.dst) if isinstance(other, Recv) and other.src == rank else ()
+        return (rank,)
+
+    while True:
+        before = len(order)
+        for rank in range(len(ranks)):
+            while group := together(rank):
+                op = now(rank)
+                if isinstance(op, Recv):
+                    sent[op.src, rank] -= 1
+                elif len(group) == 1 and getattr(op, "dst", None) is not None:
+                    sent[rank, op.dst] += 1
+                order.append(group)
+                for member in group:
+                    at[member] += 1
+        if len(order) == before:
+            return order, at
+
+
+def _members(op: AllGather | RingPass | AllToAll, rank: int, num_ranks: int) -> range:
+    """Ranks that run a rank's collective together."""
+    return op.members(rank, num_ranks) if isinstance(op, AllGather) else range(num_ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,23 +8,24 @@ not share bandwidth; for other networks see kvrsim.executors.bus.
 
 from __future__ import annotations
 
-import dataclasses
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from kvrsim.executors.steady import CYCLES, periods_of, steady_advance
+from kvrsim.executors.steady import CYCLES, is_closed, periods_of, steady_advance
 from kvrsim.hardware import Cluster, Path
 from kvrsim.program import (
     AllGather,
     AllToAll,
     Array,
     Collective,
+    Collectives,
     Compute,
     Load,
     Op,
@@ -34,6 +35,7 @@ from kvrsim.program import (
     Send,
     beside_message_s,
     host_s_of,
+    run_order,
     stream_s,
 )
 
@@ -41,7 +43,6 @@ if TYPE_CHECKING:  # importing noise would slow the start of every plan
     from kvrsim.noise import NoiseDraw
 
 Edge = tuple[int, int]
-_NEVER = -np.inf  # time at which an unused link was last busy
 _MANY = 8  # number of consecutive operations from which segment_of uses arrays
 _LARGE = 2**14  # partitions x ranks of a large batch, whose last partitions to become steady run again on their own
 _FEW = 16  # a large batch leaves at most 1/16 of its partitions to this second run
@@ -99,21 +100,11 @@ class Message:
     in_turn: bool
 
 
-_Collective = AllGather | RingPass | AllToAll
-Step = Segment | Message | Recv | Load | _Collective
+Step = Segment | Message | Recv | Load | Collectives
 Block = list[list[Step]]  # steps of each rank
 
 
-@dataclass(frozen=True, slots=True)
-class _Segments:
-    """One segment per rank."""
-
-    device_s: Array  # shape (ranks, B)
-    floor_s: Array
-    hosts_s: list[float]
-
-
-_Phase = _Segments | Callable[[], None] | Block  # or a collective of all ranks, or steps of each rank
+Action = Callable[[], None]
 
 
 def compile_blocks(program: Program, path: Callable[[int, int], Path], draw: NoiseDraw | None = None) -> list[Block]:
@@ -161,21 +152,14 @@ def _wide(segment: Segment) -> Segment:
     return replace(segment, device_s=segment.device_s[..., None], floor_s=segment.floor_s[..., None])
 
 
-@dataclasses.dataclass(slots=True)
-class _Rank:
-    """State of one rank in its program."""
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer, prepared for many repetitions."""
 
-    clock: Array  # device time: the rank's row of the array of all ranks
-    host_s: float = 0.0  # time at which the host has issued all operations so far; the host runs ahead
-    steps: Sequence[Step] = ()
-    step: int = 0
-    num_computes: int = 0
-    loaded_s: Array | float = 0.0  # time at which all loads so far have left their link
-
-    def issue(self, host_s: float) -> Array:
-        """Issue an operation on the host; return the time at which the device reaches it."""
-        self.host_s += host_s
-        return np.maximum(self.clock, self.host_s) if self.host_s else self.clock
+    actions: list[Action]
+    issued_s: Array  # host seconds of each rank
+    in_order: bool  # whether ranks wait only for earlier ranks
+    ways: set[Edge]  # links of messages that overlap with computation; see _Evaluation.free_s
 
 
 class Links:
@@ -195,7 +179,8 @@ def run_batch(program: Program, cluster: Cluster | Links, draw: NoiseDraw | None
     links = cluster if isinstance(cluster, Links) else Links(cluster)
     run = _Evaluation(program, links, draw=draw)
     if run.unsteady.any():
-        run.clock[:, run.unsteady] = run_batch(program.rows(np.flatnonzero(run.unsteady)), links)
+        rest = program.rows(np.flatnonzero(run.unsteady))
+        run.clock[:, run.unsteady] = _Evaluation(rest, links, is_rest=True).clock
     return run.clock
 
 
@@ -204,255 +189,219 @@ class _Evaluation:
 
     `clock`: device time of each rank, at the end the time at which it finishes, shape (num_ranks, B), or (num_ranks, B,
     samples). `unsteady`: partitions whose times are not valid, because most others reach steady state sooner.
-    `links_s`: time at which each link is free again; a key (rank, rank) stands for all messages of a rank that leave in
-    turn.
+    `free_s`: time at which each link is free again; a key (rank, rank) stands for all messages of a rank that leave in
+    turn. Only links with messages that overlap with computation are in it: a rank that goes on after a rendezvous or a
+    collective has received all that was sent to it, so that its links are free when both ranks reach the next one.
 
-    draw: samples of noise, the same for every partition.
+    draw: samples of noise, the same for every partition. is_rest: whether the partitions are known to be unsteady.
     """
 
-    def __init__(self, program: Program, links: Links, *, draw: NoiseDraw | None = None) -> None:
-        self.links, self.draw = links, draw
+    def __init__(self, program: Program, links: Links, *, draw: NoiseDraw | None = None, is_rest: bool = False) -> None:
+        self.links, self.draw, self.is_rest = links, draw, is_rest
         self.shape = (program.num_rows,) if draw is None else (program.num_rows, draw.num_samples)
         self.clock = np.zeros((program.num_ranks, *self.shape))
         self.unsteady = np.zeros(program.num_rows, dtype=bool)
-        self.ranks = [_Rank(clock) for clock in self.clock]
-        self.links_s: dict[Edge, Array] = {}
-        self.never = np.full(self.shape, _NEVER)
+        self.hosts_s = np.zeros(program.num_ranks)  # times at which hosts have issued all operations so far
+        self.leads = False  # whether no host delays its device
+        self.loaded_s: dict[int, Array] = {}  # time at which all loads of a rank so far have left its link
+        self.num_computes = [0] * program.num_ranks
         self.num_messages: dict[Edge, int] = {}
-        self.arrivals: dict[Edge, deque[Array]] = {}
-        self.offers: dict[Edge, Message] = {}  # rendezvous sends whose receiver has not arrived yet
-        self.taken: set[Edge] = set()  # completed rendezvous, whose sender may continue
-        self.collectives: dict[tuple[int, int], Callable[[], None]] = {}  # prepared, by first rank and its operation
-        prologue, *kinds, epilogue = compile_blocks(program, links.path, draw)
-        self._run(self._phases(prologue))
-        for period, times in periods_of(program):
-            steps = [[step for kind in period for step in kinds[kind][rank]] for rank in range(len(self.ranks))]
-            self._repeat(steps, times)
-        self._run(self._phases(epilogue))
-        self.collectives.clear()  # they refer to this evaluator: a cycle would keep its arrays until a collection
+        self.arrivals: dict[Edge, deque[Array]] = defaultdict(deque)
+        blocks = compile_blocks(program, links.path, draw)
+        ways = {_way(rank, step) for block in blocks for rank, own in enumerate(block) for step in own}
+        self.free_s = {way: np.full(self.shape, -np.inf) for way in ways if way is not None}
+        prologue, *kinds, epilogue = blocks
+        self._repeat([self._layer(prologue)], 1)
+        if is_closed(program):
+            layers = list(map(self._layer, kinds))
+            for period, times in periods_of(program):
+                self._repeat([layers[kind] for kind in period], times)
+        else:
+            ranks = range(program.num_ranks)
+            whole = [[step for kind in program.layer_kind_index for step in kinds[kind][rank]] for rank in ranks]
+            self._repeat([self._layer(whole)], 1)
+        self._repeat([self._layer(epilogue)], 1)
 
-    def _phases(self, steps: Block) -> list[_Phase]:
-        """Split a block into phases; one under noise, or if not all ranks run the same collectives together."""
-        ranks = range(len(steps))
-        collectives = [[step for step in own if isinstance(step, _Collective)] for own in steps]
-        alike = len({tuple(map(type, own)) for own in collectives}) == 1
-        if self.draw is not None or not alike or any(_members(op, 0, len(ranks)) != ranks for op in collectives[0]):
-            return [steps]
-        parts = [_split(own) for own in steps]
-        phases = list(_around_messages([own[0] for own in parts]))
-        for number, ops in enumerate(zip(*collectives, strict=True), 1):
-            phases += [self._prepared(ranks, ops), *_around_messages([own[number] for own in parts])]
-        return phases
+    def _layer(self, steps: Block) -> _Layer:
+        """Prepare a layer: actions in an order in which none has to wait.
 
-    def _repeat(self, steps: Block, times: int) -> None:
-        """Run the period `times` times; once all times advance steadily, add the rest in one step.
-
-        A large batch does not wait for its last partitions: they become `unsteady`.
+        Computations before and after all messages of their ranks are moved to the start and to the end. Computations
+        of all ranks are one action, unless under noise.
         """
-        phases = self._phases(steps)
+        order, ends = run_order(steps)
+        assert ends == list(map(len, steps)), "the program deadlocks"
+        at, parts = [0] * len(steps), list[tuple[int, Sequence[int], list[Step]]]()
+        for ranks in order:
+            ops = [steps[rank][at[rank]] for rank in ranks]
+            place, last = at[ranks[0]], len(steps[ranks[0]]) - 1
+            parts.append(((place > 0) + (place == last > 0) if isinstance(ops[0], Segment) else 1, ranks, ops))
+            for rank in ranks:
+                at[rank] += 1
+        actions = list[Action]()
+        for is_work, group in groupby(sorted(parts, key=itemgetter(0)), lambda part: isinstance(part[2][0], Segment)):
+            own = list(group)
+            work = {ranks[0]: cast(Segment, ops[0]) for _, ranks, ops in own}
+            if is_work and self.draw is None and len(own) == len(work) == len(steps):
+                actions.append(self._joint([work[rank] for rank in range(len(steps))]))
+            else:
+                actions.extend(self._action(ranks, ops) for _, ranks, ops in own)
         exchanges = [(rank, step) for rank, own in enumerate(steps) for step in own if not isinstance(step, Segment)]
         in_order = all(
             isinstance(one, Recv | Load) or (isinstance(one, Message) and one.dst > rank and not one.rendezvous)
             for rank, one in exchanges
         )
+        ways = {way for rank, one in exchanges if (way := _way(rank, one)) is not None}
+        return _Layer(actions, np.array([sum(map(host_s_of, own)) for own in steps]), in_order, ways)
+
+    def _action(self, ranks: Sequence[int], ops: Sequence[Step]) -> Action:
+        """The next operations of these ranks, which run together."""
+        match ops[0]:
+            case Segment():
+                return partial(self._compute, ranks[0], ops[0])
+            case Message() if ops[0].rendezvous:
+                return partial(self._meet, ranks[0], ops[0], cast(Recv, ops[1]).host_s)
+            case Message():
+                return partial(self._send, ranks[0], ops[0])
+            case Recv():
+                return partial(self._recv, ranks[0], ops[0])
+            case Load():
+                return partial(self._load, ranks[0], ops[0])
+            case AllGather():
+                return self._all_gather(ranks, cast(list[AllGather], ops))
+            case RingPass():
+                return self._ring_pass(ranks, cast(list[RingPass], ops))
+            case AllToAll():
+                return self._all_to_all(ranks, cast(list[AllToAll], ops))
+
+    def _repeat(self, layers: Sequence[_Layer], times: int) -> None:
+        """Run the layers of a period `times` times; once all times advance steadily, add the rest in one step.
+
+        A large batch does not wait for its last partitions: they become `unsteady`.
+        """
+        in_order, issued_s = all(one.in_order for one in layers), np.sum([one.issued_s for one in layers], axis=0)
         few = self.clock.shape[1] // _FEW if self.clock.size >= _LARGE else 0
+        ways = set().union(*(one.ways for one in layers))
+        rows = sorted([*((rank, -1) for rank in range(len(self.clock))), *ways])  # links after the rank that sends
         states_s: list[Array] = []
-        least_s: list[Array] = []  # least clock of each rank after each period
+        led: list[bool] = []  # whether no host delayed its device, by period
         for left in reversed(range(times)):
-            before_s, links_s = [rank.host_s for rank in self.ranks], dict(self.links_s)
-            self._run(phases)
-            if self.draw is not None:
+            self._run(layers, issued_s)
+            if self.draw is not None or self.is_rest or times == 1:
                 continue
-            used = sorted(edge for edge, free_s in self.links_s.items() if free_s is not links_s.get(edge))
-            rows = sorted([*((rank, -1) for rank in range(len(self.ranks))), *used])  # links after the rank that sends
+            led.append(self.leads)
             states_s = states_s[-2 * max(CYCLES) :]
-            states_s.append(np.stack([self.clock[row[0]] if row[1] < 0 else self.links_s[row] for row in rows]))
-            least_s.append(self.clock.min(axis=1))
-            hosts_s = np.array([rank.host_s for rank in self.ranks])
-            issued_s = hosts_s - before_s
+            states_s.append(np.stack([self.clock[row[0]] if row[1] < 0 else self.free_s[row] for row in rows]))
             for cycle in filter(lambda cycle: left % cycle == 0, CYCLES):
-                # Hosts that lead throughout the last cycle delay nothing in it: then one advance is enough.
-                leads = not in_order and len(states_s) > cycle and (hosts_s <= least_s[-1 - cycle]).all()
-                first = (1 if leads else 2) * cycle
+                # If no host delays anything in the last cycle, one advance is enough.
+                first = (1 if not in_order and all(led[-cycle:]) else 2) * cycle
                 if len(states_s) <= first:
                     break
-                compared_s, issued = states_s[-1 - first :: cycle], cycle * issued_s.max()
-                advance_s, is_steady = steady_advance(compared_s, issued, in_order=in_order)
+                advance_s, is_steady = steady_advance(
+                    states_s[-1 - first :: cycle], cycle * issued_s.max(), in_order=in_order
+                )
                 if np.count_nonzero(~is_steady) > few:
                     continue
                 self.unsteady |= ~is_steady
                 for row, seconds in zip(rows, left // cycle * advance_s, strict=True):
-                    if row[1] < 0:
-                        self.clock[row[0]] += seconds
-                    else:
-                        self.links_s[row] = self.links_s[row] + seconds
-                for rank, host_s in zip(self.ranks, issued_s.tolist(), strict=True):
-                    rank.host_s += left * host_s
+                    later = self.clock[row[0]] if row[1] < 0 else self.free_s[row]
+                    later += seconds
+                self.hosts_s += left * issued_s
                 return
 
-    def _run(self, phases: Sequence[_Phase]) -> None:
-        for phase in phases:
-            if isinstance(phase, _Segments):
-                self.clock += phase.device_s
-                if any(phase.hosts_s) or any(rank.host_s for rank in self.ranks):
-                    np.maximum(self.clock, phase.floor_s + self._hosts_s(), out=self.clock)
-                for rank, host_s in zip(self.ranks, phase.hosts_s, strict=True):
-                    rank.host_s += host_s
-            elif isinstance(phase, list):
-                self._run_apart(phase)
-            else:
-                phase()
+    def _run(self, layers: Sequence[_Layer], issued_s: Array) -> None:
+        hosts_s = self.hosts_s + issued_s
+        # Hosts that issue the whole period before any device begins it delay nothing in it.
+        self.leads = self.draw is None and (not hosts_s.any() or bool((hosts_s <= self.clock.min(axis=1)).all()))
+        for layer in layers:
+            for action in layer.actions:
+                action()
 
     def _hosts_s(self, ranks: slice = slice(None)) -> Array:
         """Host time of these ranks, with as many axes as their clocks."""
-        return _column([rank.host_s for rank in self.ranks[ranks]], self.clock)
+        return _column(self.hosts_s[ranks], self.clock)
 
-    def _run_apart(self, steps: Block) -> None:
-        """Run each rank to the end of its steps; a collective runs once all of its ranks have reached it."""
-        for rank, own in zip(self.ranks, steps, strict=True):
-            rank.steps, rank.step = own, 0
-        while True:
-            before = self._progress()
-            states = [self._advance(index, rank) for index, rank in enumerate(self.ranks)]
-            if all(state == "done" for state in states):
-                return
-            groups = self._ready(states)
-            for ranks in groups:
-                self._collective(ranks)
-            if not groups and self._progress() == before:
-                raise AssertionError(f"the program deadlocks: {states}")
+    def _reached_s(self, rank: int, host_s: float) -> Array:
+        """Issue an operation on the host; return the time at which the device reaches it."""
+        self.hosts_s[rank] += host_s
+        clock: Array = self.clock[rank]
+        return clock if self.leads else np.maximum(clock, self.hosts_s[rank])
 
-    def _ready(self, states: Sequence[str]) -> list[range]:
-        """Groups of ranks that have all reached their collective."""
-        groups = set()
-        for index, state in enumerate(states):
-            if state == "collective":
-                op = cast(_Collective, self.ranks[index].steps[self.ranks[index].step])
-                groups.add(_members(op, index, len(self.ranks)))
-        return [ranks for ranks in groups if all(states[rank] == "collective" for rank in ranks)]
+    def _joint(self, segments: Sequence[Segment]) -> Action:
+        """One segment per rank."""
+        device_s = self._stack([one.device_s for one in segments])
+        hosts_s = np.array([one.host_s for one in segments])
+        is_device = all(one.floor_s is one.device_s for one in segments)
+        floor_s = device_s if is_device else self._stack([one.floor_s for one in segments])
 
-    def _progress(self) -> tuple[int, int, int]:
-        """A value that changes whenever a rank advances or offers a message."""
-        return sum(rank.step for rank in self.ranks), len(self.offers), len(self.taken)
+        def run() -> None:
+            self.clock += device_s
+            if not self.leads:
+                np.maximum(self.clock, floor_s + self._hosts_s(), out=self.clock)
+            self.hosts_s += hosts_s
 
-    def _advance(self, index: int, rank: _Rank) -> str:
-        """Run one rank to its end ("done"), to a collective, or to a step whose message is missing ("waits")."""
-        while rank.step < len(rank.steps):
-            step = rank.steps[rank.step]
-            if isinstance(step, Segment):
-                self._compute(index, rank, step)
-            elif isinstance(step, Message):
-                if not self._send(index, rank, step):
-                    return "waits"
-            elif isinstance(step, Recv):
-                if not self._recv(index, rank, step):
-                    return "waits"
-            elif isinstance(step, Load):
-                self._load(rank, step)
-            else:
-                return "collective"
-            rank.step += 1
-        return "done"
+        return run
 
-    def _compute(self, index: int, rank: _Rank, segment: Segment) -> None:
+    def _compute(self, rank: int, segment: Segment) -> None:
+        clock, host_s = self.clock[rank], self.hosts_s[rank]
+        self.hosts_s[rank] += segment.host_s
         if self.draw is not None:
-            begin_s = np.maximum(rank.clock, rank.host_s)
-            end_s = (
-                self._computed_s(index, begin_s, segment.device_s) if segment.has_noise else begin_s + segment.device_s
-            )
-            np.maximum(end_s, rank.host_s + segment.host_s, out=rank.clock)
-        else:
-            rank.clock += segment.device_s
-            if segment.host_s or rank.host_s:
-                np.maximum(rank.clock, segment.floor_s + rank.host_s, out=rank.clock)
-        rank.host_s += segment.host_s
+            begin_s, seconds = np.maximum(clock, host_s), segment.device_s
+            end_s = self._computed_s(rank, begin_s, seconds) if segment.has_noise else begin_s + seconds
+            np.maximum(end_s, self.hosts_s[rank], out=clock)
+            return
+        clock += segment.device_s
+        if not self.leads:
+            np.maximum(clock, segment.floor_s + host_s, out=clock)
 
-    def _send(self, index: int, rank: _Rank, message: Message) -> bool:
-        """Put a message on its link; return False if a rendezvous still waits for its receiver."""
-        edge = (index, message.dst)
-        if not message.rendezvous:
-            way = (index, index) if message.in_turn else edge  # one way out of the rank, or the link of the pair
-            begin_s = np.maximum(self.links_s.get(way, _NEVER), rank.issue(message.host_s))
-            left_s = self.links_s[way] = self._left_s(edge, begin_s, message.link_s)
-            self.arrivals.setdefault(edge, deque()).append(left_s + message.latency_s)
-            return True
-        if edge in self.taken:
-            self.taken.remove(edge)
-            return True
-        if edge not in self.offers:
-            rank.clock[:] = rank.issue(message.host_s)
-            self.offers[edge] = message
-        return False
+    def _send(self, rank: int, message: Message) -> None:
+        """Put a message on its link."""
+        free_s = self.free_s[rank, rank if message.in_turn else message.dst]
+        np.maximum(free_s, self._reached_s(rank, message.host_s), out=free_s)
+        self._left((rank, message.dst), free_s, message.link_s)
+        self.arrivals[rank, message.dst].append(free_s + message.latency_s)
 
-    def _recv(self, index: int, rank: _Rank, recv: Recv) -> bool:
-        """Wait for a message; return False if it is not sent yet."""
-        edge = (recv.src, index)
-        if offer := self.offers.pop(edge, None):
-            # The streams of both ranks have waited for all earlier messages, so the link is free.
-            sender = self.ranks[recv.src]
-            begin_s = np.maximum(sender.clock, rank.issue(recv.host_s))
-            sender.clock[:] = self._left_s(edge, begin_s, offer.link_s)
-            np.add(sender.clock, offer.latency_s, out=rank.clock)
-            self.taken.add(edge)
-            return True
-        if queue := self.arrivals.get(edge):
-            rank.host_s += recv.host_s
-            np.maximum(rank.clock, queue.popleft(), out=rank.clock)
-            return True
-        return False
+    def _meet(self, src: int, message: Message, recv_host_s: float) -> None:
+        """Run a rendezvous. The streams of both ranks have waited for all earlier messages, so the link is free."""
+        own, other = self.clock[src], self.clock[message.dst]
+        np.maximum(self._reached_s(src, message.host_s), self._reached_s(message.dst, recv_host_s), out=own)
+        self._left((src, message.dst), own, message.link_s)
+        np.add(own, message.latency_s, out=other)
 
-    def _load(self, rank: _Rank, load: Load) -> None:
+    def _recv(self, rank: int, recv: Recv) -> None:
+        self.hosts_s[rank] += recv.host_s
+        np.maximum(self.clock[rank], self.arrivals[recv.src, rank].popleft(), out=self.clock[rank])
+
+    def _load(self, rank: int, load: Load) -> None:
         """Wait for a part of the cached prefix, whose arrival does not depend on other ranks."""
-        left_s = rank.loaded_s + load.seconds
-        np.maximum(rank.clock, left_s + load.latency_s, out=rank.clock)
-        rank.loaded_s = left_s if load.ahead else rank.clock.copy()
+        left_s, clock = self.loaded_s.get(rank, 0.0) + load.seconds, self.clock[rank]
+        np.maximum(clock, left_s + load.latency_s, out=clock)
+        self.loaded_s[rank] = left_s if load.ahead else clock.copy()
 
-    def _left_s(self, edge: Edge, start_s: Array, busy_s: Array) -> Array:
-        """Time at which a message that starts at `start_s` has left; noise may delay it."""
+    def _left(self, edge: Edge, time_s: Array, busy_s: Array) -> None:
+        """Change the time at which a message starts to the time at which it has left; noise may delay it."""
         if self.draw is None:
-            return start_s + busy_s
+            time_s += busy_s
+            return
         number = self.num_messages[edge] = self.num_messages.get(edge, -1) + 1
-        return self.draw.message_end_s(*edge, number, start_s, busy_s)
+        time_s[:] = self.draw.message_end_s(*edge, number, time_s, busy_s)
 
-    def _computed_s(self, index: int, start_s: Array, device_s: Array) -> Array:
+    def _computed_s(self, rank: int, start_s: Array, device_s: Array) -> Array:
         """Time at which a rank ends a computation; noise may delay it."""
         if self.draw is None:
             return start_s + device_s
-        rank = self.ranks[index]
-        rank.num_computes += 1
-        return self.draw.compute_end_s(index, rank.num_computes - 1, start_s, device_s)
+        self.num_computes[rank] += 1
+        return self.draw.compute_end_s(rank, self.num_computes[rank] - 1, start_s, device_s)
 
     # Collectives are computed for all of their ranks at once: arrays of shape (num_ranks, B) or (num_ranks, B,
-    # samples).
+    # samples). Their costs are prepared once per kind of layer.
 
-    def _collective(self, ranks: range) -> None:
-        """Run the collective that these ranks have reached; its costs are prepared once per kind of layer."""
-        members = self.ranks[ranks.start : ranks.stop]
-        ops = [cast(_Collective, rank.steps[rank.step]) for rank in members]
-        key = ranks.start, id(ops[0])
-        if key not in self.collectives:
-            self.collectives[key] = self._prepared(ranks, ops)
-        self.collectives[key]()
-        for rank in members:
-            rank.step += 1
+    def _issued_s(self, ranks: Sequence[int], ops: Sequence[AllGather | AllToAll]) -> Array:
+        """Issue a collective on the hosts; return the times at which the devices reach it, in a new array."""
+        own = slice(ranks[0], ranks[-1] + 1)
+        self.hosts_s[own] += [op.host_s for op in ops]
+        return self.clock[own].copy() if self.leads else np.maximum(self.clock[own], self._hosts_s(own))
 
-    def _prepared(self, ranks: range, ops: Sequence[_Collective]) -> Callable[[], None]:
-        """Prepare a collective."""
-        assert len({type(op) for op in ops}) == 1, "the ranks have come to different collectives"
-        if isinstance(ops[0], AllGather):
-            return self._all_gather(ranks, cast(list[AllGather], ops))
-        if isinstance(ops[0], RingPass):
-            return self._ring_pass(ranks, cast(list[RingPass], ops))
-        return self._all_to_all(ranks, cast(list[AllToAll], ops))
-
-    def _issued_s(self, ranks: range, ops: Sequence[AllGather | AllToAll]) -> Array:
-        """Issue a collective on the hosts; return the times at which the devices reach it."""
-        own = slice(ranks.start, ranks.stop)
-        for rank, op in zip(self.ranks[own], ops, strict=True):
-            rank.host_s += op.host_s
-        return np.maximum(self.clock[own], self._hosts_s(own))
-
-    def _all_gather(self, ranks: range, ops: Sequence[AllGather]) -> Callable[[], None]:
+    def _all_gather(self, ranks: Sequence[int], ops: Sequence[AllGather]) -> Action:
         """Prepare a ring all-gather: in step k, each rank forwards the piece that has made k hops."""
         edges, size = self.links.edges(ranks, 1), len(ranks)
 
@@ -460,31 +409,34 @@ class _Evaluation:
             return path.gather_step_s(nbytes, size)
 
         pieces = self._stack([op.nbytes for op in ops])
-        twice, whole = (
-            np.concatenate([pieces, pieces]),
-            [slice(size - step, 2 * size - step) for step in range(size - 1)],
-        )
         # By step: seconds of the piece that each rank holds in this step.
         if len(edges.rows) == 1:
-            twice_s = seconds_on(edges.rows, step_s, twice)
-            pieces_s = [twice_s[own] for own in whole]
+            twice_s = np.concatenate([seconds_on(edges.rows, step_s, pieces)] * 2)
+            pieces_s = [twice_s[size - step : 2 * size - step] for step in range(size - 1)]
         else:
-            pieces_s = [seconds_on(edges.rows, step_s, twice[own]) for own in whole]
+            pieces_s = [seconds_on(edges.rows, step_s, np.roll(pieces, step, axis=0)) for step in range(size - 1)]
         launch_s, latency_s = edges.values("gather_launch_s", pieces), edges.values("gather_latency_s", pieces)
+        is_late = latency_s.any()  # measured steps include the latency
 
         def run() -> None:
             start = self._issued_s(ranks, ops)
             start += launch_s
+            link, other = np.empty_like(start), np.empty_like(start)
             # When both ranks are there and the link is free; each later step waits only for pieces.
-            link = np.maximum(_later_of(start, start, -1), self._free_s(edges))
+            _later_of(start, start, -1, link)
+            self._wait(edges, link)
             for step, step_s in enumerate(pieces_s):
-                link = self._sent_s(edges, _later_of(link, link + latency_s, 1) if step else link, step_s)
-            self.clock[ranks.start : ranks.stop] = _later_of(start, link + latency_s, 1) if pieces_s else start
-            self.links_s.update(zip(edges.pairs, link, strict=True))
+                if step:
+                    link, other = _later_of(link, link + latency_s if is_late else link, 1, other), link
+                self._sent(edges, link, step_s)
+            if pieces_s:
+                _later_of(start, link + latency_s if is_late else link, 1, start)
+                self._keep(edges, link)
+            self.clock[ranks[0] : ranks[-1] + 1] = start
 
         return run
 
-    def _ring_pass(self, ranks: range, ops: Sequence[RingPass]) -> Callable[[], None]:
+    def _ring_pass(self, ranks: Sequence[int], ops: Sequence[RingPass]) -> Action:
         """Prepare rounds of work, in each of which a piece goes to the next rank."""
         edges = self.links.edges(ranks, 1)
         rounds_s = [self._stack([op.device_s[index] for op in ops]) for index in range(len(ranks))]
@@ -495,32 +447,41 @@ class _Evaluation:
         hosts_s = [_column([op.host_s[index] for op in ops], rounds_s[0]) for index in range(len(ranks))]
         latency_s = edges.values("latency_s", rounds_s[0])
 
-        def computed(start: Array, work_s: Array) -> Array:
+        def compute(start: Array, work_s: Array) -> None:
+            for rank in ranks if self.draw is not None else ():
+                start[rank] = self._computed_s(rank, start[rank], work_s[rank])
             if self.draw is None:
-                return start + work_s
-            return np.stack([self._computed_s(rank, start[rank], work_s[rank]) for rank in ranks])
+                start += work_s
 
         def run() -> None:
-            host, free = self._hosts_s(), self._free_s(edges)
-            for rank, op in zip(self.ranks, ops, strict=True):
-                rank.host_s += sum(op.host_s)
-            clock = np.maximum(self.clock, host)
-            for number, (work_s, busy_s, host_s) in enumerate(zip(rounds_s, sent_s, hosts_s, strict=False)):
-                host = host + host_s
-                begin = _later_of(clock, clock, -1)
-                link = self._sent_s(edges, begin if number else np.maximum(begin, free), busy_s)
-                there = _later_of(link, link + latency_s, 1)
-                if ops[0].overlaps:
-                    beside_s = beside_message_s(work_s, there - clock, ops[0].message_share)
-                    clock = np.maximum(computed(clock, beside_s), there)
-                else:
-                    clock = computed(there, work_s)
+            clock, host = self.clock, self._hosts_s()
+            self.hosts_s += [sum(op.host_s) for op in ops]
+            link, there = np.empty_like(clock), np.empty_like(clock)
+            if not self.leads:
                 np.maximum(clock, host, out=clock)
-            np.maximum(computed(clock, rounds_s[-1]), host + hosts_s[-1], out=self.clock)
+            for number, (work_s, busy_s, host_s) in enumerate(zip(rounds_s, sent_s, hosts_s, strict=False)):
+                _later_of(clock, clock, -1, link)
+                if not number:
+                    self._wait(edges, link)
+                self._sent(edges, link, busy_s)
+                _later_of(link, link + latency_s, 1, there)
+                if ops[0].overlaps:
+                    compute(clock, beside_message_s(work_s, there - clock, ops[0].message_share))
+                    np.maximum(clock, there, out=clock)
+                else:
+                    clock[:] = there
+                    compute(clock, work_s)
+                host = host + host_s
+                if not self.leads:
+                    np.maximum(clock, host, out=clock)
+            compute(clock, rounds_s[-1])
+            if not self.leads:
+                np.maximum(clock, host + hosts_s[-1], out=clock)
+            self._keep(edges, link)
 
         return run
 
-    def _all_to_all(self, ranks: range, ops: Sequence[AllToAll]) -> Callable[[], None]:
+    def _all_to_all(self, ranks: Sequence[int], ops: Sequence[AllToAll]) -> Action:
         """Prepare an all-to-all: messages to the ranks `shift` positions later are evaluated together."""
         size = len(ranks)
         by_shift = [self.links.edges(ranks, shift) for shift in range(1, size)]
@@ -540,7 +501,9 @@ class _Evaluation:
             start, clock = np.concatenate([left, left]), np.concatenate([left, left])
             for shift, (edges, sent_s, late_s) in enumerate(each, 1):
                 np.maximum(left, start[shift : shift + size], out=left)
-                left = self._sent_s(edges, left, sent_s)
+                self._wait(edges, left)
+                self._sent(edges, left, sent_s)
+                self._keep(edges, left)
                 there = clock[shift : shift + size]
                 np.maximum(there, np.add(left, late_s, out=arrival), out=there)
             np.maximum(clock[:size], clock[size:], out=self.clock)
@@ -553,16 +516,25 @@ class _Evaluation:
         rows = np.stack(np.broadcast_arrays(*values))
         return rows[..., None] if self.draw is not None else rows
 
-    def _free_s(self, edges: _Edges) -> Array:
-        """Time at which each of these links is free."""
-        return np.array([self.links_s.get(edge, self.never) for edge in edges.pairs])
+    def _wait(self, edges: _Edges, start_s: Array) -> None:
+        """Delay messages until earlier messages have left these edges."""
+        for index, edge in enumerate(edges.pairs) if self.free_s else ():
+            if edge in self.free_s:
+                np.maximum(start_s[index], self.free_s[edge], out=start_s[index])
 
-    def _sent_s(self, edges: _Edges, start_s: Array, busy_s: Array) -> Array:
-        """Time at which each rank's message has left over its edge, in the array of the start times or a new one."""
+    def _keep(self, edges: _Edges, left_s: Array) -> None:
+        """Keep the times at which these edges are free again."""
+        for index, edge in enumerate(edges.pairs) if self.free_s else ():
+            if edge in self.free_s:
+                self.free_s[edge][:] = left_s[index]
+
+    def _sent(self, edges: _Edges, time_s: Array, busy_s: Array) -> None:
+        """Change the times at which messages start on their edges to the times at which they have left."""
         if self.draw is None:
-            start_s += busy_s
-            return start_s
-        return np.stack([self._left_s(edge, start_s[index], busy_s[index]) for index, edge in enumerate(edges.pairs)])
+            time_s += busy_s
+            return
+        for index, edge in enumerate(edges.pairs):
+            self._left(edge, time_s[index], busy_s[index])
 
 
 class _Edges:
@@ -601,51 +573,18 @@ def _column(values: Sequence[float] | Array, like: Array) -> Array:
     return np.array(values).reshape(-1, *[1] * (like.ndim - 1))
 
 
-def _later_of(rows: Array, others: Array, by: int) -> Array:
-    """The later of each rank's row and the row of `others` of the rank `by` positions before it on the ring."""
-    later = np.empty(rows.shape)
-    np.maximum(rows[by:], others[:-by], out=later[by:])
-    np.maximum(rows[:by], others[-by:], out=later[:by])
-    return later
+def _later_of(rows: Array, others: Array, by: int, out: Array) -> Array:
+    """The later of each rank's row and the row of `others` of the rank `by` positions before it on the ring.
+
+    out: the result's array, which may be `rows`, but not `others`.
+    """
+    np.maximum(rows[by:], others[:-by], out=out[by:])
+    np.maximum(rows[:by], others[-by:], out=out[:by])
+    return out
 
 
-def _members(op: _Collective, rank: int, num_ranks: int) -> range:
-    """Ranks that run a rank's collective together."""
-    return op.members(rank, num_ranks) if isinstance(op, AllGather) else range(num_ranks)
-
-
-def _split(steps: Sequence[Step]) -> list[list[Step]]:
-    """Steps of a rank before, between and after its collectives."""
-    parts: list[list[Step]] = [[]]
-    for step in steps:
-        if isinstance(step, _Collective):
-            parts.append([])
-        else:
-            parts[-1].append(step)
-    return parts
-
-
-def _around_messages(steps: Block) -> Iterator[_Phase]:
-    """Phases of steps without collectives: segments before all messages, the messages, and segments after them."""
-    before, between, after = [], [], []
-    for own in steps:
-        waits = [at for at, step in enumerate(own) if not isinstance(step, Segment)]
-        first, end = (waits[0], waits[-1] + 1) if waits else (len(own), len(own))
-        before.append(own[:first])
-        between.append(own[first:end])
-        after.append(own[end:])
-    if any(before):
-        yield _joint(before)
-    if any(between):
-        yield between
-    if any(after):
-        yield _joint(after)
-
-
-def _joint(steps: Block) -> _Segments:
-    """One segment per rank from consecutive segments."""
-    each = [reduce(Segment.then, cast(list[Segment], own)) if own else NO_WORK for own in steps]
-    device_s = np.stack(np.broadcast_arrays(*(one.device_s for one in each)))
-    is_device = all(one.floor_s is one.device_s for one in each)
-    floor_s = device_s if is_device else np.stack(np.broadcast_arrays(*(one.floor_s for one in each)))
-    return _Segments(device_s, floor_s, [one.host_s for one in each])
+def _way(rank: int, step: Step) -> Edge | None:
+    """The link of a message that overlaps with computation, or the way of all messages of a rank that leave in turn."""
+    if not isinstance(step, Message) or step.rendezvous:
+        return None
+    return rank, rank if step.in_turn else step.dst

@@ -7,7 +7,8 @@ and is the reference for all others.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Generator
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -148,7 +149,7 @@ class Network:
         self.links: dict[tuple[int, int], Link] = {}
         self.inboxes: dict[tuple[int, int], simpy.Store] = {}
         self.readies: dict[tuple[int, int], simpy.Store] = {}
-        self.meetings: dict[tuple[int, int], Meeting] = {}
+        self.meetings: dict[tuple[range, int], Meeting] = {}
 
     def link(self, src: int, dst: int) -> Link:
         """The link that carries messages from src to dst."""
@@ -174,10 +175,10 @@ class Network:
 
     def meeting(self, index: int, ranks: range) -> Meeting:
         """The index-th collective of these ranks, or round of a collective."""
-        if (ranks[0], index) not in self.meetings:
+        if (ranks, index) not in self.meetings:
             joined, pieces = {rank: self.env.event() for rank in ranks}, {rank: simpy.Store(self.env) for rank in ranks}
-            self.meetings[ranks[0], index] = Meeting(joined, pieces)
-        return self.meetings[ranks[0], index]
+            self.meetings[ranks, index] = Meeting(joined, pieces)
+        return self.meetings[ranks, index]
 
     def note(
         self, rank: int, kind: SpanKind, name: str, op: SpanOp, layer: int | None, start_s: float, end_s: float
@@ -245,7 +246,8 @@ class RankProcess:
         self.program, self.rank, self.network, self.env = program, rank, network, network.env
         self.host_s = 0.0
         self.clock_s = 0.0
-        self.meetings = count()  # numbers of the rank's collectives and rounds
+        # Numbers of the rank's collectives and rounds, by the ranks that meet.
+        self.meetings = defaultdict[range, Iterator[int]](count)
         self.loaded_s = 0.0  # time at which all loads so far have left their link
         self.num_computed = 0
         self.last_left: simpy.Event | None = None  # departure of the last message that leaves in turn
@@ -354,7 +356,7 @@ class RankProcess:
 
     def _join(self, ranks: range) -> Meeting:
         """Join the next collective of these ranks, or round of a collective."""
-        meeting = self.network.meeting(next(self.meetings), ranks)
+        meeting = self.network.meeting(next(self.meetings[ranks]), ranks)
         meeting.joined[self.rank].succeed()
         return meeting
 
@@ -383,7 +385,7 @@ class RankProcess:
                 yield from self._pass_on(meeting, dst, op.nbytes[index], op.payload, layer)
                 yield meeting.pieces[self.rank].get()
                 if op.overlaps:
-                    work_s = beside_message_s(work_s, np.array(self.env.now - begin_s), op.message_share)
+                    work_s = beside_message_s(work_s, np.array([self.env.now - begin_s]), op.message_share)
                 else:
                     self._waited("ring", layer, op.payload)
                     begin_s = self.env.now

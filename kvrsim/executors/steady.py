@@ -38,16 +38,15 @@ def steady_advance(
     with np.errstate(invalid="ignore"):  # an unused link has -inf
         advances_s = [late_s - early_s for early_s, late_s in pairwise(states_s)]
         last_s, tolerance_s = advances_s[-1], _SAME * states_s[-1].max(axis=0)
-        least_s = last_s.min(axis=0)
-        is_steady = least_s >= issued_s
+        least_s, most_s = (
+            [reduce_s(one_s) for one_s in advances_s] for reduce_s in (np.minimum.reduce, np.maximum.reduce)
+        )
+        is_steady = least_s[-1] >= issued_s
         if in_order:
             is_steady &= (np.abs(last_s - advances_s[0]) <= tolerance_s).all(axis=0)
             is_steady &= (np.diff(last_s, axis=0) >= -tolerance_s).all(axis=0)
         else:
-            least_s, most_s = (
-                reduce(ufunc, (ufunc.reduce(one_s) for one_s in advances_s)) for ufunc in (np.minimum, np.maximum)
-            )
-            is_steady &= most_s - least_s <= tolerance_s
+            is_steady &= reduce(np.maximum, most_s) - reduce(np.minimum, least_s) <= tolerance_s
     return last_s, is_steady
 
 
@@ -57,9 +56,9 @@ def periods_of(program: Program) -> list[tuple[tuple[int, ...], int]]:
     A single period if a layer leaves messages or loads to a later layer, because states of ranks and links do not
     contain them.
     """
-    kinds = program.layer_kind_index
-    is_closed = all(_is_closed(program.layers[kind]) for kind in set(kinds))
-    return list(_periods(kinds)) if is_closed else [(kinds, 1)]
+    ops = (op for kind in set(program.layer_kind_index) for own in program.layers[kind] for op in own)
+    repeats = is_closed(program) and not any(isinstance(op, Load) for op in ops)
+    return list(_periods(program.layer_kind_index)) if repeats else [(program.layer_kind_index, 1)]
 
 
 def _periods(kinds: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -90,9 +89,11 @@ def _longest_period(kinds: Sequence[int], first: int) -> tuple[int, int]:
     return best
 
 
-def _is_closed(layer: Sequence[Sequence[object]]) -> bool:
-    """Whether the ranks of a layer receive all messages that are sent in this layer, and load nothing."""
-    ops = [(rank, op) for rank, own in enumerate(layer) for op in own]
-    sent = sorted((rank, op.dst) for rank, op in ops if isinstance(op, Send))
-    received = sorted((op.src, rank) for rank, op in ops if isinstance(op, Recv))
-    return sent == received and not any(isinstance(op, Load) for _, op in ops)
+def is_closed(program: Program) -> bool:
+    """Whether the ranks of each layer receive all messages that are sent in this layer."""
+    for layer in program.layers:
+        ops = [(rank, op) for rank, own in enumerate(layer) for op in own]
+        sent = sorted((rank, op.dst) for rank, op in ops if isinstance(op, Send))
+        if sent != sorted((op.src, rank) for rank, op in ops if isinstance(op, Recv)):
+            return False
+    return True

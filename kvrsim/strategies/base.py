@@ -202,8 +202,7 @@ class Step:
 
     def all_gather_kv(self, rank: int) -> AllGather:
         """Exchange the chunks' K and V, and shares of the cached prefix, so that every rank holds all."""
-        nbytes = self.costs.mixer.cache_bytes(self.chunks[rank]) + self.costs.share_bytes
-        return AllGather(nbytes=nbytes, host_s=self.costs.setting.host.gather_piece_s * self.num_ranks)
+        return AllGather(nbytes=self.piece_bytes[rank], host_s=self.costs.setting.host.gather_piece_s * self.num_ranks)
 
     def assemble_kv(self, rank: int) -> Compute:
         """Join the gathered pieces in one contiguous K and V."""
@@ -237,6 +236,17 @@ class Step:
     def begins(self) -> Array:
         """Starts of all ranks' chunks, shape (p, B)."""
         return np.stack(self.starts)
+
+    @cached_property
+    def piece_bytes(self) -> Array:
+        """Bytes of each chunk's K and V and its share of the cached prefix, shape (p, B)."""
+        return self.costs.mixer.cache_bytes(self.lengths) + self.costs.share_bytes
+
+    @cached_property
+    def half_ends(self) -> tuple[Array, Array]:
+        """Ends of all ranks' early pieces and of their late pieces, shape (p, B)."""
+        (early, early_start), (late, late_start) = self.halves
+        return early_start + early, late_start + late
 
     @cached_property
     def halves(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:

@@ -31,7 +31,6 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
     A rank's share of the cached prefix is sent with its K, V. All queries attend to it in one call; both results are
     merged at once.
     """
-    held_lens = step.lengths[held(step, rank)]
     costs, chunk = step.costs, step.chunks[rank]
     own_s = costs.mixer.attention_s(chunk, step.held_prefix) + costs.block_mixer.upcast_s(chunk)
     if costs.setting.prefix.share:
@@ -40,16 +39,16 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
         blocks_s = blocks_s + to_share_s + merged_s
         calls = np.ones_like(calls)
     work_s = np.concatenate([np.broadcast_to(own_s, blocks_s[:1].shape), blocks_s])
+    most_keys = None if step.times_only else np.maximum(step.lengths.max(axis=0), step.held_prefix + chunk)
     block_host_s = costs.host_attention_s + costs.setting.host.kernel_s * costs.block_mixer.merge_kernels
-    most_keys = np.maximum(step.lengths.max(axis=0), step.held_prefix + chunk)
     yield RingPass(
         name="attention",
         device_s=work_s,
-        nbytes=costs.mixer.cache_bytes(held_lens[:-1]) + costs.share_bytes,
+        nbytes=step.piece_bytes[held(step, rank)[:-1]],
         host_s=(costs.host_attention_s, *(calls * block_host_s).tolist()),
         overlaps=costs.setting.sends_overlap,
         message_share=costs.setting.message_share,
-        score_elements=costs.mixer.score_elements(chunk, most_keys),
+        score_elements=None if most_keys is None else costs.mixer.score_elements(chunk, most_keys),
     )
     yield Compute(name="cast", device_s=costs.block_mixer.upcast_s(chunk), kind="merge")
 
@@ -101,11 +100,11 @@ def _zigzag_blocks_s(step: Step, rank: int) -> Array:
     window, these are priced as one block that ends with the late piece.
     """
     (early, early_start), (late, late_start) = step.halves
+    early_end, late_end = step.half_ends
     earlier, later = np.split(held(step, rank)[1:], [rank])
-    ends = late_start[earlier] + late[earlier], early_start[later] + early[later]
     block_s = step.costs.block_mixer.block_s
-    of_late_s = block_s(late[rank], late_start[rank], step.lengths[earlier], ends[0], part=True)
-    to_early_s = block_s(step.chunks[rank], early_start[rank], early[later], ends[1])
+    of_late_s = block_s(late[rank], late_start[rank], step.lengths[earlier], late_end[earlier], part=True)
+    to_early_s = block_s(step.chunks[rank], early_start[rank], early[later], early_end[later])
     return np.concatenate([of_late_s, to_early_s])
 
 

@@ -15,8 +15,7 @@ from tests.building.machines import any_cluster, plain
 _EXCHANGES = (
     ("message", "collective", "load"),
     ("message", "none"),
-    ("gather", "ring", "exchange", "message", "collective"),
-    ("groups", "message"),  # no strategy mixes collectives of groups and of all ranks
+    ("gather", "groups", "ring", "exchange", "message", "collective"),
 )
 
 
