@@ -57,7 +57,7 @@ _NUMBERS = 400  # intervals of numbers of pieces
 _EXACT, _WORK = 256, 4_000_000  # most numbers of pieces that are exact; first layers x numbers x stages
 _RATIO = 1.02  # ratio of a cell's longest to its shortest piece
 _TILE = 128  # tokens: cells of shorter pieces end at its multiples
-_PIECES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 256])  # numbers of even pieces for which prices are tried
+_PIECES = 2.0 ** np.arange(9)  # numbers of even pieces for which prices are tried
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvrsim.executors.batch import compile_blocks
-from kvrsim.executors.bus import _Graph, _Run, _steady_finish_s
+from kvrsim.executors.bus import _Graph, _Run, _steady_finish_s, run_shared
 from kvrsim.executors.event import EventSimulation, FairBus
 from kvrsim.hardware import Cluster
 from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send
@@ -161,3 +161,20 @@ def test_layers_are_skipped_if_no_message_leaves_after_a_rank_begins_the_next(
     program, cluster = replace(one_layer(*layer), layer_kind_index=(0,) * 12), bus_cluster(2)
     finish_s = _steady_finish_s(program, cluster, compile_blocks(program, cluster))
     assert (finish_s is not None) == is_steady
+
+
+@given(seed=st.integers(0, 2**32))
+@examples(60)
+def test_layers_are_skipped_only_if_all_partitions_advance_alike(seed: int) -> None:
+    """In some partitions, a host that is ahead at first delays its device in later layers."""
+    rng, cluster = random.Random(seed), bus_cluster(2).with_link(bandwidth_bytes_per_s=1.0, latency_s=1.0)
+
+    def work(most_s: int, host_s: float) -> Compute:
+        return Compute(name="work", device_s=np.array(rng.choices(range(most_s), k=4), dtype=float), host_s=host_s)
+
+    hosts_s = [float(rng.randint(0, 6)) for _ in range(2)]
+    layer = [(AllGather(nbytes=np.array(rng.choices([0.0, 1.0, 2.0], k=4))), work(5, host_s)) for host_s in hosts_s]
+    program = replace(one_layer(*layer), prologue=((work(20, 0.0),), (work(20, 0.0),)), layer_kind_index=(0,) * 20)
+    finish_s = run_shared(program, cluster)
+    for row in range(4):
+        assert finish_s[:, row] == pytest.approx(EventSimulation(program.row(row), cluster).finish_s, rel=1e-11)
