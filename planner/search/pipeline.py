@@ -40,6 +40,7 @@ from planner.search.minimise import (
     first_step,
     groups,
     minimise,
+    rounded,
     unique_rows,
     valid,
 )
@@ -55,7 +56,8 @@ MOST_A_STAGE = 64  # pieces per stage; with 64, filling and emptying the stages 
 _NODES = 96  # maximum number of nodes of a coarse search
 _LENGTHS, _PARTS = 96, 4  # number of tried piece lengths; most nodes per length
 _LONG, _LONGEST = 4, 12  # factor on _NODES if pieces are short; longest piece in node distances
-_CLOSE = 1.01  # a second partition is refined if its TTFT is within this factor of the best
+# More partitions are refined, and refined ones shaken, if their TTFTs are within these factors of the best.
+_CLOSE, _CLOSE_REFINED = 1.01, 1.001
 _AROUND, _FEW = 3, 24  # nodes on each side of an end if there are few ends; number from which there are many
 _MOST_REFINED = 512  # most ends of pieces for refinement
 _LONGER = 2.2  # longest refined piece, relative to the unrefined piece there
@@ -66,10 +68,15 @@ _ROUNDS = 48  # maximum number of rounds of a descent
 _MOST_MOVES, _LEAST_MOVES, _CELLS = 256, 24, 2**16  # most and fewest candidates per round; candidates x ends x stages
 _MOST_GAIN = 0.04  # share of TTFT that a search is assumed to gain over its first coarse search
 _LAYERS_MOVED = np.array([1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32])  # layers that a neighbour of a result moves
+_FAR = 1.1  # largest TTFT of a neighbour of a result, relative to it, if there are many pieces
 _FIRST, _HOPE = 8, 1.0005  # first rounds of descents from neighbours; the best one goes on if its TTFT is this close
+# Pieces that take equally long: relative changes of their number; corrections of their lengths, and the damping of
+# these; distances between nodes per piece, at the first refinement.
+_MORE_PIECES, _BALANCES, _DAMPING, _SPACINGS = (0.15, -0.15, 0.05, -0.05), 5, 0.7, 6
 _WORTH = 1e-4  # least relative gain in TTFT of a round
 
 RowTime = tuple[Row, float]  # a row of _Search, and its TTFT
+_Plan = tuple[Row, float, int]  # a row, its TTFT, and the first distance between nodes of its refinement
 
 
 class _Effort(NamedTuple):
@@ -203,6 +210,9 @@ class _Search:
         self._kinds = np.array(scenario.share.layer_kind_index)
         self.num_layers, self.end = scenario.share.num_hidden_layers, -(-self.tokens // stride)
         self.evaluator, self.method = Evaluator(scenario, strategy), "pipeline"
+        self.slowness = np.array([scenario.cluster.slowness(stage) for stage in range(self.num_stages)])
+        # With the pieces of a row: seconds of all layers before each layer, and the shortest piece's share of a layer.
+        self.until_s, self.shortest = np.zeros(self.num_layers + 1), 0.0
         self.effort = _THOROUGH
 
     def run(self, given: Row | None) -> RowTime:
@@ -211,7 +221,7 @@ class _Search:
             return min((self._descend(self._row(given, one)) for one in self._layouts(given)), key=itemgetter(1))
         if self.scenario.cluster.shares_bandwidth:
             return self._descend(self._on_own_links(), moves_pieces=True)
-        plans = list[tuple[Row, float, int]]()
+        plans = list[_Plan]()
         for spacing in self._spacings():
             nodes = np.append(np.arange(0, self.end, spacing), self.end)
             beam = self._beam(nodes, self._longest(nodes, spacing))
@@ -219,10 +229,18 @@ class _Search:
             plans.sort(key=itemgetter(1))
             if self._is_hopeless(plans[0][1]):
                 return plans[0][:2]
-        refined = [self._refine(*one) for one in plans[: self.effort.refinements] if one[1] <= _CLOSE * plans[0][1]]
-        best = self._descend(min(refined, key=itemgetter(1))[0], moves_pieces=True)
+        plans = sorted([*plans[: self.effort.refinements], self._balanced(plans[0][0])], key=itemgetter(1))
+        plans = [one for one in plans[: 2 * self.effort.refinements - 1] if one[1] <= _CLOSE * plans[0][1]]
+        refined = sorted((self._refine(*one) for one in plans), key=itemgetter(1))
+        return min(
+            (self._shaken(one[0]) for one in refined if one[1] <= _CLOSE_REFINED * refined[0][1]), key=itemgetter(1)
+        )
+
+    def _shaken(self, row: Row) -> RowTime:
+        """The result of a descent, and of descents from neighbours of the result as long as they improve it."""
+        best = self._descend(row, moves_pieces=True)
         for _ in range(self.effort.shakes):
-            near = self._neighbours_of_result(best[0])
+            near = self._neighbours_of_result(*best)
             begun = min(
                 (self._descend(one, _FIRST, moves_pieces=True) for one in near), key=itemgetter(1), default=best
             )
@@ -234,27 +252,67 @@ class _Search:
             best = after
         return best
 
-    def _neighbours_of_result(self, row: Row) -> list[Row]:
+    def _balanced(self, row: Row) -> _Plan:
+        """The fastest row with pieces that take equally long and with the layers of the given row.
+
+        The number of pieces grows or shrinks from that of the given row as long as TTFT falls.
+        """
+        number = len(self._ends(row)) + 1
+        plan = self._balanced_with(number, row)
+        for share in _MORE_PIECES:
+            while 1 <= (number := number + int(np.copysign(np.ceil(abs(share) * number), share))) <= self.end:
+                other = self._balanced_with(number, plan[0])
+                if other[1] >= plan[1]:
+                    break
+                plan = other
+            number = len(self._ends(plan[0])) + 1
+        return plan
+
+    def _balanced_with(self, number: int, row: Row) -> _Plan:
+        """This number of pieces that take equally long, by corrections of the row's pieces, stretched to the number."""
+        lengths = self._stretched(row, number)
+        for _ in range(_BALANCES):
+            each_s = self._layer_s(lengths * self.tokens / lengths.sum()).sum(axis=0)
+            lengths *= (each_s.mean() / each_s) ** _DAMPING
+        balanced = self._row(rounded(lengths * self.end / lengths.sum(), 1, self.end), self._layers(row))
+        return balanced, float(self.evaluate(balanced[None])[0]), max(1, self.end // number // _SPACINGS)
+
+    def _stretched(self, row: Row, number: int) -> Array:
+        """Lengths of this number of pieces, in strides, that grow and shrink along the context as those of the row."""
+        ends = np.concatenate([[0], self._ends(row), [self.end]])
+        return np.diff(np.interp(np.linspace(0, len(ends) - 1, number + 1), np.arange(len(ends)), ends))
+
+    def _layer_s(self, lengths: Array) -> Array:
+        """Seconds of every layer and piece, shape (layers, pieces); lengths: tokens of the pieces."""
+        starts = self.scenario.request.cached_prefix + np.cumsum(lengths) - lengths
+        return np.asarray(layers_s(self.scenario, self.strategy, lengths, starts)[self._kinds])
+
+    def _neighbours_of_result(self, row: Row, ttft_s: float) -> list[Row]:
         """The fastest rows with one piece more or fewer, and with layers moved from one stage to any other."""
-        ends, count = self._ends(row), self.num_stages - 1
+        ends, last = self._ends(row), self.num_stages - 1
         at = np.concatenate([[0], ends, [self.end]])
         more = [np.sort(np.append(row, one)) for one in unique_rows((at[1:] + at[:-1]) // 2) if one not in at]
         fewer = [np.delete(row, one) for one in range(len(ends))]
-        spans = np.pad(groups(count), ((0, 0), (len(row) - count, 0)))
+        spans = np.pad(groups(last), ((0, 0), (len(ends) + 1, 0)))
         moves = (_LAYERS_MOVED[:, None, None] * spans).reshape(-1, len(row))
         moves = np.concatenate([moves, -moves])
         moved = row + self._thinned(moves[valid(row + moves, self.end + self.num_layers)])
         most = 2 if row.size < _FEW else 1
-        return [*self._fastest_of(more, most), *self._fastest_of(fewer, 1), *self._fastest_of(moved, 2 * most)]
+        near_s = (
+            _FAR * ttft_s if len(ends) >= _FEW else math.inf
+        )  # few pieces may change much after a neighbour's descent
+        each = (more, most), (fewer, 1), (moved, 2 * most)
+        return [one for rows, number in each for one in self._fastest_of(rows, number, near_s)]
 
-    def _fastest_of(self, rows: Sequence[Row] | Boundaries, most: int) -> list[Row]:
-        """At most this number of valid rows, fastest first."""
+    def _fastest_of(self, rows: Sequence[Row] | Boundaries, most: int, near_s: float) -> list[Row]:
+        """At most this number of valid rows with a TTFT near the given one, fastest first."""
         if not len(rows):
             return []
         each = np.array(rows)
         each = each[valid(each, self.end + self.num_layers)]
-        ttft_s = self.evaluate(each) if len(each) else np.zeros(0)
-        return [each[one] for one in np.argsort(ttft_s, kind="stable")[:most] if np.isfinite(ttft_s[one])]
+        times_s = self.evaluate(each, near_s) if len(each) else np.zeros(0)
+        order = np.argsort(times_s, kind="stable")[:most]
+        return [each[one] for one in order if times_s[one] < math.inf and times_s[one] <= _NEAR * near_s]
 
     def _spacings(self) -> list[int]:
         """Distances between nodes, in strides: parts of the lengths of even pieces with the least TTFT.
@@ -289,6 +347,7 @@ class _Search:
     def _refine(self, row: Row, ttft_s: float, spacing: int) -> RowTime:
         """Move the ends of pieces and stages in smaller and smaller steps, also with more or fewer pieces."""
         again = 0
+        self._measure(self._ends(row))
         while (ends := np.concatenate([[0], self._ends(row), [self.end]])).size <= _MOST_REFINED:
             around = spacing * np.arange(-_AROUND, _AROUND + 1) if len(ends) < _FEW else spacing * np.arange(-1, 2)
             near = np.append(ends[:, None] + around, (ends[1:] + ends[:-1]) // 2)
@@ -307,13 +366,8 @@ class _Search:
     def _neighbours(self, row: Row, ttft_s: float) -> list[Layers]:
         """Layouts of layers near the row's that are the fastest with the row's pieces."""
         moves = self._layer_moves(len(self._ends(row)))
-        rows = row + moves[valid(row + moves, self.end + self.num_layers)]
-        if not len(rows):
-            return []
-        times_s = self.evaluate(rows)
-        order = np.argsort(times_s, kind="stable")[: min(_NEIGHBOURS, 1 + 2 * _NEIGHBOURS * _FEW // row.size)]
-        most_s = max(_NEAR * ttft_s, times_s[order[0]])
-        return [self._layers(rows[index]) for index in order if times_s[index] <= most_s]
+        most = min(_NEIGHBOURS, 1 + 2 * _NEIGHBOURS * _FEW // row.size)
+        return [self._layers(one) for one in self._fastest_of(row + moves, most, ttft_s)]
 
     def _layer_moves(self, number: int) -> Boundaries:
         """Moves of the ends of stages, alone and in groups; number: how many ends of pieces a row has."""
@@ -357,18 +411,16 @@ class _Search:
 
     def _layouts(self, ends: Row) -> list[Layers]:
         """Layouts of layers: all, if there are few; else even, by speed, and fewer layers where messages take time."""
+        self._measure(ends)
         if math.comb(self.num_layers - 1, self.num_stages - 1) <= _ALL_LAYOUTS:
             ends = np.array(list(combinations(range(1, self.num_layers), self.num_stages - 1)), dtype=np.int64)
             return [tuple(map(int, one)) for one in chunks_between(ends, self.num_layers)]
-        lengths = chunks_between(self.stride * ends, self.tokens).astype(float)
-        starts = self.scenario.request.cached_prefix + np.cumsum(lengths) - lengths
-        each_s = layers_s(self.scenario, self.strategy, lengths, starts).sum(axis=1)[self._kinds]
-        slowness = np.array([self.scenario.cluster.slowness(stage) for stage in range(self.num_stages)])
+        each_s, slowness = np.diff(self.until_s), self.slowness
         shares = np.cumsum(1 / slowness)[:-1] / (1 / slowness).sum()
         equal = 1 + np.abs((np.cumsum(each_s) / each_s.sum())[:, None] - shares).argmin(axis=0)
         messages_s = np.zeros(self.num_stages)
         if not self.scenario.sends_overlap:
-            nbytes = self.scenario.layer_costs()[0].activation_bytes(lengths)
+            nbytes = self.scenario.layer_costs()[0].activation_bytes(self._lengths(ends))
             for stage in range(self.num_stages - 1):
                 messages_s[stage : stage + 2] += self.scenario.cluster.path(stage, stage + 1).busy_s(nbytes).sum()
         fewer = np.ones(self.num_stages, dtype=np.int64)
@@ -381,9 +433,19 @@ class _Search:
         )
         return list(dict.fromkeys(layouts))
 
+    def _lengths(self, ends: Row) -> Array:
+        return chunks_between(self.stride * ends, self.tokens).astype(float)
+
+    def _measure(self, ends: Row) -> None:
+        """Take the seconds of layers with these pieces, for `_least_s`."""
+        layer_s = self._layer_s(self._lengths(ends))
+        self.until_s = np.append(0.0, np.cumsum(layer_s.sum(axis=1)))
+        self.shortest = float(layer_s.sum(axis=0).min() / layer_s.sum())
+
     def _descend(self, row: Row, rounds: int = _ROUNDS, *, moves_pieces: bool = False) -> RowTime:
         """Move the ends of stages (and of pieces, if `moves_pieces`), alone and in groups, as long as TTFT falls."""
         number = len(self._ends(row))
+        self._measure(self._ends(row))
         pieces = np.pad(groups(number if moves_pieces else 0), ((0, 0), (0, len(row) - number * moves_pieces)))
         return minimise(
             row,
@@ -413,13 +475,21 @@ class _Search:
         return pieces, chunks_between(rows[:, number + 1 :] - self.end, self.num_layers)
 
     def evaluate(self, rows: Boundaries, enough_s: float = math.inf) -> Array:
-        """TTFT of each row; infinite if a piece is shorter than the least."""
+        """TTFT of each row; infinite if a piece is too short, or a stage has too many layers for `enough_s`."""
         pieces, layers = self.partitions(rows)
         allowed = (pieces >= min(self.least, self.tokens // pieces.shape[1])).all(axis=1)
+        if pieces.shape[1] >= _FEW and math.isfinite(enough_s):
+            allowed &= self._least_s(layers) <= _NEAR * enough_s
         ttft_s = np.full(len(rows), np.inf)
         if allowed.any():
             ttft_s[allowed] = self.evaluator.ttft_s(pieces[allowed].astype(float), enough_s, layers[allowed].T)
         return ttft_s
+
+    def _least_s(self, layers: npt.NDArray[np.int64]) -> Array:
+        """About the least TTFT with these layers: the work of a stage, and one piece on each of the others."""
+        ends = np.cumsum(np.pad(layers, ((0, 0), (1, 0))), axis=1)
+        busy_s = np.diff(self.until_s[ends], axis=1) * self.slowness
+        return np.asarray((1 - self.shortest) * busy_s.max(axis=1) + self.shortest * busy_s.sum(axis=1))
 
     def _thinned(self, rows: Boundaries) -> Boundaries:
         """Some of the candidates, so that a round with many pieces and stages takes no longer than one with few."""
