@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from kvrsim.arguments import FleetArgs
@@ -19,8 +20,34 @@ from planner.processes import Pool
 from planner.table.build import make_table
 from validate.report import write_benchmark
 
-REQUESTS = "synthetic:poisson,rate=4,requests=2000,context=lognormal:3000:0.8,max=12k"
-MANY = "synthetic:bursty,rate=5,requests=20000,context=lognormal:4000:1.0,max=64k"
+FLEETS: tuple[tuple[str, str, dict[str, Any]], ...] = (  # model, cluster and options of `capacity`
+    (
+        "llama-3.1-8b",
+        "h100-2x8-ndr400",
+        {"requests": "poisson,rate=4,requests=2000,context=lognormal:3000:0.8,max=12k"},
+    ),
+    (
+        "deepseek-v3",
+        "8xh200",
+        {"requests": "bursty,rate=5,requests=20000,context=lognormal:4000:1.0,max=64k", "slo_ttft": "3s"},
+    ),
+    ("llama-3.1-70b", "8xh100", {"requests": "poisson,rate=6,requests=50000,context=lognormal:3000:1.0,max=32k"}),
+    (
+        "llama-3.1-70b",
+        "8xa100",
+        {"requests": "poisson,rate=2,requests=10000,context=lognormal:3000:1.0,max=32k", "slo_ttft": "4s"},
+    ),
+    (
+        "llama-3.1-8b",
+        "8xh100",
+        {"requests": "poisson,rate=20,requests=5000,context=lognormal:2000:1.0,max=32k", "pack_tokens": 8192},
+    ),
+    (
+        "qwen3-30b-a3b",
+        "4xh100",
+        {"requests": "diurnal,rate=8,requests=20000,context=lognormal:2500:1.0,max=32k", "sure": True},
+    ),
+)
 ESTIMATE_S = 2.0  # time of the estimate
 
 
@@ -42,25 +69,28 @@ class Watch:
 def tasks() -> dict[str, Callable[..., Any]]:
     """The measured work, by its command."""
     served, _ = make_scenario(ctx=16384, gpus=8, batch=4, model="llama-3.1-8b", cluster="h100-nvlink")
-    nodes, _ = make_scenario(ctx=1, gpus=1, model="llama-3.1-8b", cluster="h100-2x8-ndr400")
     two_nodes, _ = make_scenario(ctx=16384, gpus=16, model="llama-3.1-70b", cluster="2x8xh100")
-    mixture, _ = make_scenario(ctx=1, gpus=1, model="deepseek-v3", cluster="8xh200")
     slow, _ = make_scenario(ctx=32768, gpus=8, link_bandwidth="300MB/s")
-    asked = make_request(FleetArgs(requests=REQUESTS, slo_ttft="2s", replications=2), nodes)
-    many = make_request(FleetArgs(requests=MANY, slo_ttft="3s", replications=2), mixture)
     return {
         "predictor build llama-3.1-70b 2x8xh100 --ctx 16k": lambda **more: make_predictor(two_nodes, **more),
         "predictor build llama-3.1-8b 8xh100 --ctx 16k --batch 4": lambda **more: make_predictor(served, **more),
-        f"capacity llama-3.1-8b h100-2x8-ndr400 --requests {REQUESTS} --slo-ttft 2s --replications 2": (
-            lambda **more: plan_capacity(nodes, asked, **more)
-        ),
-        f"capacity deepseek-v3 8xh200 --requests {MANY} --slo-ttft 3s --replications 2": (
-            lambda **more: plan_capacity(mixture, many, **more)
-        ),
+        **dict(map(fleet, FLEETS)),
         "table build --gpus 2,4,8 --ctx 1k:32k:1k --link-bandwidth 300MB/s": (
             lambda **more: make_table(slow, (2, 4, 8), range(1024, 32769, 1024), **more)
         ),
     }
+
+
+def fleet(case: tuple[str, str, dict[str, Any]]) -> tuple[str, Callable[..., Any]]:
+    """A command that plans a fleet, and its work."""
+    model, cluster, options = case
+    options = {"slo_ttft": "2s", "replications": 2} | options | {"requests": f"synthetic:{options['requests']}"}
+    scenario, _ = make_scenario(ctx=1, gpus=1, model=model, cluster=cluster)
+    request = make_request(FleetArgs(**options), scenario)
+    words = " ".join(
+        f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}" for name, value in options.items()
+    )
+    return f"capacity {model} {cluster} {words}", partial(plan_capacity, scenario, request)
 
 
 def ends(work: Callable[..., Any], budget_s: float) -> str:
@@ -84,7 +114,6 @@ def main() -> None:
         ratio = f"{watch.total_s / took_s:.2f}"
         lines.append(f"| `{name}` | {took_s:.1f} s | {watch.total_s:.1f} s | {ratio} | {ends(work, 0.7 * wall_s)} |")
         print(lines[-1], flush=True)
-    lines += ["", "The estimate of `capacity` is for the first of its three steps, which it names."]
     write_benchmark("waits", lines)
 
 

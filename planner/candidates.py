@@ -113,7 +113,8 @@ class Candidate:
     def waits(self) -> tuple[float, ...]:
         """Idle seconds of each GPU before its finish time."""
         pairs = zip(self.compute_s, self.finish_s, strict=True)
-        return tuple(waited_s(*pair) for pair in pairs for _ in range(self.per_rank.gpus_per_rank))
+        each_group = tuple(waited_s(*pair) for pair in pairs for _ in range(self.per_rank.gpus_per_rank))
+        return each_group * self.per_rank.data_groups
 
     @cached_property
     def memory(self) -> tuple[RankMemory, ...]:

@@ -17,6 +17,7 @@ import click
 from click.exceptions import Exit
 
 from kvrsim.cli.help import SETTINGS, Command, Group, write_options
+from kvrsim.cli.progress import write_error
 from kvrsim.errors import EXIT_NOT_WRITTEN, KvrsimError
 from kvrsim.text import printable
 from kvrsim.version import __version__
@@ -184,10 +185,7 @@ def _interrupt_line() -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    try:
-        click.echo(f"kvrsim: {printable(' '.join(message.split()))}", err=True)
-    except OSError:  # the exit code still reports the failure
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the flush at exit needs an open file
+    write_error(f"kvrsim: {printable(' '.join(message.split()))}\n")
     return code
 
 

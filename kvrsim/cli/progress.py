@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -49,7 +50,7 @@ class Progress:
         if self._thread is not None:
             self._thread.join()
         if self._is_shown:
-            print(_CLEAR, end="", file=sys.stderr, flush=True)
+            write_error(_CLEAR)
 
     @property
     def elapsed_s(self) -> float:
@@ -85,9 +86,18 @@ class Progress:
         if sys.stderr.isatty():
             if self.elapsed_s >= self._patience_s:
                 line = self._line()[: get_terminal_size().columns - 1]
-                print(f"{_CLEAR}{line}", end="", file=sys.stderr, flush=True)
+                write_error(f"{_CLEAR}{line}")
                 self._is_shown = True
         elif self.elapsed_s >= self._next_line_s:
             while self._next_line_s <= self.elapsed_s:
                 self._next_line_s = 2 * max(self._next_line_s, 1.0)
-            print(f"kvrsim: {self._line()}, after {self.elapsed_s:.0f} s", file=sys.stderr, flush=True)
+            write_error(f"kvrsim: {self._line()}, after {self.elapsed_s:.0f} s\n")
+
+
+def write_error(text: str) -> None:
+    """Write to standard error. A closed terminal or a full disk does not end the work, and the exit code stays."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the flush at exit needs an open file

@@ -23,6 +23,7 @@ from planner.capacity.request import CapacityRequest
 from planner.capacity.result import CapacityPlan, FleetAnswer, Infeasible, groups_of
 from planner.capacity.search import FleetSearch, FleetSimulator
 from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
+from planner.capacity.work import Work
 from planner.capacity.workload import Lengths, Workload
 from planner.deploy_engines import engines_with
 from planner.processes import Pool
@@ -52,7 +53,6 @@ def plan_capacity(
     """
     pool = pool or Pool()
     policy = replace(policy or StrategyPolicy(), packs=request.pack_tokens is not None)
-    report = on_progress or (lambda done, total, text: None)
     workloads = [
         request.source.workload(request.seed, number)
         for number in range(request.replications if request.source.is_random else 1)
@@ -60,42 +60,47 @@ def plan_capacity(
     if request.tpot_s is not None and workloads[0].output_tokens.max() < 2:
         raise InputError("tpot", request.tpot_s, "with requests of more than one output token")
     times = service_times(scenario, workloads, policy, request.pack_tokens)
+    count = sum(map(len, workloads))
+    work = Work(request, count, len(_stretch(workloads) or range(count)) * request.mixed, pool, on_progress)
+    is_free = (
+        policy.names is None and not policy.engines
+    )  # whether a second search, of strategies of engines, may follow
 
-    def planned(times: ServiceTimes) -> CapacityPlan:
+    def planned(times: ServiceTimes, searches: float) -> CapacityPlan:
         limits = _limits(scenario, request.limits, times.policy)
-        times.fill(limits.sizes, pool, report)
+        times.fill(limits.sizes, work, searches)
         if not (sizes := tuple(filter(times.layouts, limits.sizes))):
             raise InputError("time_budget", f"{pool.time_budget_s:g}s", "a longer time: no group is simulated yet")
-        return _plan(replace(request, limits=replace(limits, sizes=sizes)), workloads, times, warnings, pool, report)
+        simulator = FleetSimulator(replace(request, limits=replace(limits, sizes=sizes)), workloads, times, work)
+        return _plan(simulator, warnings)
 
-    theory = planned(times)
-    if policy.names is not None or policy.engines or theory.answer is None or theory.answer.engine is not None:
+    theory = planned(times, 1.3 if is_free else 1.0)
+    if not is_free or theory.answer is None or theory.answer.engine is not None:
         return theory
-    practice = planned(times.under(replace(policy, deployable=True)))
+    practice = planned(times.under(replace(policy, deployable=True)), 1.0)
     if practice.answer is None:
-        return replace(theory, warnings=(*theory.warnings, "no fleet that an engine has today meets the target"))
+        note = "no fleet that an engine has today meets the target"
+        if work.left_out or times.left_out:
+            note = (
+                f"--time-budget {work.pool.time_budget_s:g}s ended before all fleets that an engine has were simulated"
+            )
+        return replace(theory, warnings=(*theory.warnings, note))
     if theory.answer.num_gpus >= practice.answer.num_gpus:
         return practice
     fewer = f"with strategies that no engine has: {theory.answer.num_gpus} GPUs, {theory.answer.describe()}"
     return replace(practice, warnings=(*practice.warnings, f"{fewer} (--strategies all)"))
 
 
-def _plan(
-    request: CapacityRequest,
-    workloads: Sequence[Workload],
-    times: ServiceTimes,
-    warnings: Sequence[str],
-    pool: Pool,
-    report: OnProgress,
-) -> CapacityPlan:
+def _plan(simulator: FleetSimulator, warnings: Sequence[str]) -> CapacityPlan:
     """Search the cheapest fleet that meets the target, given the service times of groups."""
-    begin_s = time.perf_counter()
+    begin_s, work = time.perf_counter(), simulator.work
+    request, workloads, times = simulator.request, simulator.workloads, simulator.times
     scenario, policy, sizes = times.scenario, times.policy, request.limits.sizes
-    simulator = FleetSimulator(request, workloads, times)
-    search = FleetSearch(simulator, pool, report)
+    search = FleetSearch(simulator)
     fits = search.all_fits(_stretch(workloads))
     fleets = search.answers(fits)
-    answers = search.around(fits)
+    nearest = None if fleets else search.nearest_miss()
+    tried = search.around(fits, fleets if nearest is None else [nearest])
     infeasible = search.infeasible(fits)
     longest = replace(scenario.request, context_len=max(int(one.context_len.max()) for one in workloads))
     largest = replace(scenario.on_gpus(max(sizes)), request=replace(longest, cached_prefix=0))
@@ -109,18 +114,17 @@ def _plan(
             fleets = [replace(one, decode=decoders) for one in fleets]
         interval = best.interval or simulator.interval(best.fleet, best.runs)
         short = simulator if sum(map(len, workloads)) <= LONG else simulator.on(workloads[:1])
-        growth = short.growth(best.fleet) if len(workloads[0]) <= LONG and not pool.is_late() else None
+        growth = short.growth(best.fleet) if len(workloads[0]) <= LONG else None
         fleets[0] = replace(fleets[0], interval=interval, growth=growth)
-    nearest = None if fleets else search.nearest_miss()
     in_memory = {one.gpus_per_group for one in infeasible if one.code == "memory"}
     notes = [
         *dict.fromkeys((*without(warnings, "context-range"), *workloads[0].notes, *notes_on(largest))),
         *_memory_notes(workloads, times, [size for size in sizes if size not in in_memory]),
     ]
-    if times.left_out or search.left_out:
+    if times.left_out or work.left_out:
         missing = [f"on {groups_of([size])} {', '.join(names)}" for size, names in times.left_out.items()]
-        missing += [f"{search.left_out} designs of fleets"] * (search.left_out > 0)
-        notes.append(f"--time-budget {pool.time_budget_s:g}s ended before all was simulated: {'; '.join(missing)}")
+        missing += [f"{work.left_out} designs of fleets"] * (work.left_out > 0)
+        notes.append(f"--time-budget {work.pool.time_budget_s:g}s ended before all was simulated: {'; '.join(missing)}")
     if left_out := policy.left_out(largest):
         notes.append(f"not tried: {', '.join(left_out)}; --strategies tries those that it names, or all")
     return CapacityPlan(
@@ -133,11 +137,11 @@ def _plan(
         infeasible=tuple(infeasible),
         workload=workloads[0].summary(),
         kv_transfer=None if request.transfer is None else request.transfer.summary(workloads),
-        simulated_requests=simulator.simulated,
+        simulated_requests=work.simulated,
         seconds=time.perf_counter() - begin_s,
         warnings=tuple(notes),
         would_meet=() if nearest is None else tuple(_would_meet(nearest, request, workloads, times)),
-        tried=answers,
+        tried=tried,
     )
 
 

@@ -17,11 +17,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 
-from kvrsim.arguments import OnProgress, SearchArgs
+from kvrsim.arguments import SearchArgs
 from kvrsim.interp import percentile_of
 from kvrsim.program import Array
 from kvrsim.strategies import Strategy, get_strategy
@@ -51,8 +50,8 @@ from planner.capacity.result import (
     trace_interval,
 )
 from planner.capacity.times import ServiceTimes
+from planner.capacity.work import Work
 from planner.capacity.workload import Workload
-from planner.processes import Pool as WorkPool
 
 MANY = 250_000  # requests of all workloads together, above which fewer designs are tried
 _PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 92.5, 95, 96, 97, 98, 98.5, 99, 99.5, 99.9, 100)
@@ -66,7 +65,6 @@ _FINALISTS, _FINALISTS_OF_MANY = 6, 2  # designs that are simulated with fewer a
 _SCALES = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the numbers of replicas that meet the target
 _BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas, if no fleet meets the target
 _GROWTH = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)  # multiples of the given traffic
-_Item = TypeVar("_Item")
 _LARGER = (1.01, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the numbers of replicas of the answer
 
 
@@ -95,25 +93,27 @@ class Bucket:
                     arrival_s = workload.arrival_s[mine]
                     pool = Pool(arrival_s=arrival_s, service=service.select(mine), replicas=replicas)
                     self._late[replicas] += int((run_pool(pool).end_s - arrival_s > simulator.target.slo_s).sum())
-            simulator.simulated += self.requests
+            simulator.work.simulate(self.requests)
         return self._late[replicas]
 
 
 class FleetSimulator:
     """Simulations of pools and fleets on one or more given workloads; results are cached."""
 
-    def __init__(self, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes) -> None:
+    def __init__(
+        self, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes, work: Work | None = None
+    ) -> None:
         self.request, self.workloads, self.times = request, workloads, times
         self.target, self.limits = request.target, request.limits
         self.requests = sum(map(len, workloads))
         self.allowed = self.target.allowed(self.requests)  # requests of all workloads together that may be late
-        self.simulated = 0  # number of requests in all simulations
+        self.work = work or Work(request, self.requests)
         self._services: dict[GroupType, list[Service]] = {}
         self._buckets: dict[Fleet, Bucket] = {}
 
     def on(self, workloads: Sequence[Workload]) -> FleetSimulator:
         """A simulator of other workloads, with an empty cache."""
-        return FleetSimulator(self.request, workloads, self.times)
+        return FleetSimulator(self.request, workloads, self.times, self.work)
 
     def faster(self, factor: float) -> FleetSimulator:
         """A simulator where the same requests arrive `factor` times as fast; service times are unchanged."""
@@ -155,7 +155,7 @@ class FleetSimulator:
 
     def runs(self, fleet: Fleet) -> list[FleetRun]:
         """Simulations of a whole fleet, one per workload."""
-        self.simulated += self.requests
+        self.work.simulate(self.requests)
         return [
             run_fleet(workload, self._services_on(fleet, number), fleet)
             for number, workload in enumerate(self.workloads)
@@ -237,13 +237,16 @@ class FleetSimulator:
         one = Search(options=SearchArgs(method="analytical")).candidate(here, strategy)
         return one.interval.low_s / one.ttft_s, one.interval.high_s / one.ttft_s
 
-    def growth(self, fleet: Fleet) -> Growth:
+    def growth(self, fleet: Fleet) -> Growth | None:
         """Largest multiple of the traffic that a fleet serves within the target, and the GPUs for the next multiple.
 
-        These GPUs are those of a fleet with more groups of each kind, and of the fleet that decodes for it.
+        These GPUs are those of a fleet with more groups of each kind, and of the fleet that decodes for it. None: the
+        time budget ended.
         """
         most = 1.0
         for rate in _GROWTH:
+            if self.work.pool.is_late():
+                return None
             on = self.faster(rate)
             if not on.meets(fleet):
                 larger = (tuple(group.of(math.ceil(group.replicas * scale)) for group in fleet) for scale in _LARGER)
@@ -324,13 +327,11 @@ class Fit:
 class FleetSearch:
     """A search over designs within the limits of a request."""
 
-    def __init__(
-        self, simulator: FleetSimulator, pool: WorkPool | None = None, report: OnProgress | None = None
-    ) -> None:
-        self.simulator, self.limits, self.pool, self.report = simulator, simulator.limits, pool or WorkPool(), report
-        self.left_out = 0  # fleets that were not tried, because the pool's time budget ended
+    def __init__(self, simulator: FleetSimulator) -> None:
+        self.simulator, self.limits, self.work = simulator, simulator.limits, simulator.work
         self.longest = max(int(workload.new_tokens.max()) for workload in simulator.workloads)
         self.types = [one for size in self.limits.sizes for one in simulator.times.types(size)]
+        self._simulated = set[Fleet]()  # designs
 
     def all_fits(self, stretch: Workload | None = None) -> list[Fit]:
         """All uniform fleets that meet the target, and the best mixed fleet of each pair of group sizes, best first.
@@ -338,14 +339,12 @@ class FleetSearch:
         stretch: part of the requests on which mixed designs are searched first; None: search on all requests.
         """
         fits = self.fits(self.uniform())
-        if not self.simulator.request.mixed:
+        if not self.simulator.request.mixed or self.work.is_late:
             return fits
         if stretch is None:
             return _best_of_sizes(self.mixed(fits))
-        part = FleetSearch(self.simulator.on([stretch]), self.pool, self.report)
+        part = FleetSearch(self.simulator.on([stretch]))
         finalists = [fit.design for fit in _best_of_sizes(part.mixed(part.fits(part.uniform())))]
-        self.simulator.simulated += part.simulator.simulated
-        self.left_out += part.left_out
         mixed = [tuple(group.of(1) for group in design) for design in finalists if len(design) > 1]
         designs = [
             (*design[:-1], replace(design[-1], most_new=max(design[-1].most_new, self.longest)))
@@ -361,20 +360,14 @@ class FleetSearch:
         """The largest uniform fleet of each type of group within the limits."""
         return [(group.of(self.limits.max_gpus // group.type.gpus),) for (group,) in self.uniform()]
 
-    def _report(self, items: Sequence[_Item], text: str) -> Iterator[_Item]:
-        """Yield the items, and report the progress before each; the first ones only if the time budget ends."""
-        for number, item in enumerate(items):
-            if self.pool.is_late() and number >= len(self.types):
-                self.left_out += len(items) - number
-                return
-            if self.report is not None:
-                self.report(number, len(items), text)
-            yield item
-
     def fits(self, designs: Sequence[Fleet], earlier: Sequence[Fit] = ()) -> list[Fit]:
         """The earlier fits and the fits of designs that meet the target at no higher cost, best first."""
         fits = list(earlier)
-        for design in self._report(designs, "step 2 of 3, designs of fleets"):
+        for number, design in enumerate(designs):
+            if fits and self.work.is_late:
+                self.work.left_out += len(designs) - number
+                break
+            self._simulated.add(design)
             best = min((fit.cost for fit in fits), default=math.inf)
             if (fit := self.fit(design, at_most=best if len(design) > 1 else math.inf)) is not None:
                 fits.append(fit)
@@ -420,16 +413,22 @@ class FleetSearch:
             if high == most:
                 return None
             low, high = high, min(most, max(high + 1, math.ceil(high * 1.25)))
-        while high - low > 1:
+        while high - low > 1 and not self.work.is_late:
             middle = (low + high) // 2
             low, high = (low, middle) if bucket.late(middle) <= allowed else (middle, high)
         return high
 
     def answers(self, fits: Sequence[Fit]) -> list[FleetAnswer]:
         """The fleets of the fits that meet the target, best first."""
-        answers = [self.simulator.answer(fit.fleet) for fit in fits]
-        if self.simulator.request.sure:
-            answers = list(filter(None, map(self.more_groups, answers)))
+        answers = list[FleetAnswer]()
+        for number, fit in enumerate(fits):
+            if self.work.is_late and any(one.meets for one in answers):
+                self.work.left_out += len(fits) - number
+                break
+            answer = self.simulator.answer(fit.fleet)
+            if self.simulator.request.sure:
+                answer = self.more_groups(answer)
+            answers.append(answer)
 
         def key(answer: FleetAnswer) -> tuple[float, float]:
             cost = sum(self.limits.cost(group.gpus_per_group) * group.replicas for group in answer.groups)
@@ -437,8 +436,8 @@ class FleetSearch:
 
         return sorted((answer for answer in answers if answer.meets), key=key)
 
-    def more_groups(self, answer: FleetAnswer) -> FleetAnswer | None:
-        """Add the groups that help most until the interval meets the target; None if it never meets the target."""
+    def more_groups(self, answer: FleetAnswer) -> FleetAnswer:
+        """Add the groups that help most until the interval meets the target, or until this has no effect."""
         while not answer.meets:
             fleet, before = answer.fleet, answer
             larger = (
@@ -446,14 +445,17 @@ class FleetSearch:
             )
             answers = [self.simulator.answer(one) for one in larger if gpus_of(one) <= self.limits.max_gpus]
             if not answers:
-                return None
+                break
             answer = min(answers, key=lambda one: (not one.meets, _high_s(one)))
             if not answer.meets and _high_s(answer) >= _high_s(before):
-                return None
+                break
         return answer
 
-    def around(self, fits: Sequence[Fit]) -> tuple[FleetAnswer, ...]:
-        """Fleets of the best designs, with fewer and more groups; without designs, fractions of the largest fleets."""
+    def around(self, fits: Sequence[Fit], answers: Sequence[FleetAnswer]) -> tuple[FleetAnswer, ...]:
+        """Fleets of the best designs, with fewer and more groups; without designs, fractions of the largest fleets.
+
+        answers: fleets that are simulated already.
+        """
         designs = [fit.fleet for fit in fits[: _FINALISTS if self.simulator.requests <= MANY else _FINALISTS_OF_MANY]]
         scaled = [
             tuple(group.of(max(1, math.ceil(group.replicas * scale))) for group in design)
@@ -461,9 +463,14 @@ class FleetSearch:
             for scale in (_SCALES if designs else _BELOW)
         ]
         fleets = [one for one in dict.fromkeys(scaled) if gpus_of(one) <= self.limits.max_gpus]
-        reported = self._report(fleets, "step 3 of 3, larger fleets")
-        answers = (self.simulator.answer(one, has_interval=False) for one in reported)
-        return tuple(replace(answer, runs=()) for answer in answers)
+        self.work.finish(len(fleets))
+        by_fleet = {one.fleet: one for one in answers}
+        for fleet in fleets:
+            if fleet not in by_fleet and self.work.is_late:
+                self.work.left_out += 1
+            elif fleet not in by_fleet:
+                by_fleet[fleet] = replace(self.simulator.answer(fleet, has_interval=False), runs=())
+        return tuple(by_fleet[one] for one in fleets if one in by_fleet) or tuple(answers)
 
     def nearest_miss(self) -> FleetAnswer:
         """The uniform fleet within the limits with the least requested percentile."""
@@ -472,7 +479,9 @@ class FleetSearch:
     def infeasible(self, fits: Sequence[Fit]) -> list[Infeasible]:
         """Group sizes whose uniform fleets miss the target, and the reason for the type with fewest late requests."""
         nearest: dict[int, tuple[int, Group]] = {}
-        for (group,) in self.largest():
+        for design, (group,) in zip(self.uniform(), self.largest(), strict=True):
+            if design not in self._simulated:
+                continue
             late = int((self.simulator.ttft_alone_s(group.type) > self.simulator.target.slo_s).sum())
             if group.type.gpus not in nearest or late < nearest[group.type.gpus][0]:
                 nearest[group.type.gpus] = late, group

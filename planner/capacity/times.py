@@ -19,7 +19,6 @@ from typing import Self
 
 import numpy as np
 
-from kvrsim.arguments import OnProgress
 from kvrsim.compile import build_program, columns, for_strategy
 from kvrsim.errors import InputError
 from kvrsim.executors import run
@@ -33,10 +32,10 @@ from planner.candidates import all_for, distinct, group_sizes
 from planner.capacity.decode import Transfer
 from planner.capacity.fleet import WHOLE, GroupType, Overlap, Service
 from planner.capacity.packing import ACCEPTED, Packing, takes_steps
+from planner.capacity.work import Work
 from planner.capacity.workload import Lengths, Workload
 from planner.deploy_engines import DeployEngine, engines_with
 from planner.grid import largest
-from planner.processes import Pool
 from planner.search.minimise import chunks_between, to_grid
 from planner.search.pipeline import with_step_time
 from planner.search.search import search
@@ -192,9 +191,11 @@ class Prefills:
         """Estimated seconds that `times` takes on one core, to estimate the remaining time."""
         if not self._fits(cached_prefix, Partition.even(self.num_ranks, self.num_ranks)):
             return 0.001
+        layers = self.scenario.share.layer_kind_index
         if self.strategy.pipeline is not None:
-            return 0.03 + 0.02 * self.num_ranks + 0.0035 * self.num_ranks**2
-        return 0.08 + 0.02 * self.num_ranks if self.searches else 0.01 * self.num_ranks
+            return 0.03 + 0.0005 * self.num_ranks * len(layers)
+        one_kind_s = 0.08 + 0.016 * self.num_ranks if self.searches else 0.009 + 0.002 * self.num_ranks
+        return len(set(layers)) * one_kind_s
 
     def times(self, cached_prefix: int, lengths: Lengths) -> TimeGrid | None:
         """Prefill times at all lengths after one cached prefix; None if no token fits in memory."""
@@ -406,9 +407,12 @@ class ServiceTimes:
         other.policy, other._grids = policy, {}
         return other
 
-    def fill(self, sizes: Sequence[int], pool: Pool, report: OnProgress) -> None:
-        """Simulate all strategies on groups of these sizes; if the pool's time budget ends, leave out the others."""
-        work = {
+    def fill(self, sizes: Sequence[int], work: Work, searches: float) -> None:
+        """Simulate all strategies on groups of these sizes; if the time budget ends, leave out the others.
+
+        searches: expected number of searches of fleets that follow.
+        """
+        calls = {
             (size, strategy.name, prefix): (Prefills(self.scenario.on_gpus(size), strategy), prefix, self.lengths)
             for size in sizes
             for strategies in self.layouts(size).values()
@@ -416,15 +420,13 @@ class ServiceTimes:
             for prefix in self.prefixes
             if (size, strategy.name, prefix) not in self._of_strategies
         }
-        if not work:
-            return
-        about_s = np.cumsum([prefills.about_s(prefix) for prefills, prefix, _ in work.values()])
-        report(0, 100, "step 1 of 3, prefill times of groups, %")
-        results = pool.run(Prefills.times, list(work.values()), share=_TIMES_SHARE)
-        for key, done_s, grid in zip(work, about_s, results, strict=False):
+        about_s = [prefills.about_s(prefix) / work.pool.jobs for prefills, prefix, _ in calls.values()]
+        work.begin(sum(about_s), searches)
+        results = work.pool.run(Prefills.times, list(calls.values()), share=_TIMES_SHARE)
+        for key, seconds, grid in zip(calls, about_s, results, strict=False):
             self._of_strategies[key] = grid
-            report(100 * done_s / about_s[-1], 100, "step 1 of 3, prefill times of groups, %")
-        for size, name in dict.fromkeys(key[:2] for key in work if key not in self._of_strategies):
+            work.add(seconds)
+        for size, name in dict.fromkeys(key[:2] for key in calls if key not in self._of_strategies):
             self.left_out.setdefault(size, []).append(name)
 
     def grids(self, group: GroupType) -> tuple[TimeGrid, ...]:
@@ -515,8 +517,9 @@ class PackedTimes(ServiceTimes):
         """The most tokens that all prompts of a step may have in memory; 0: none."""
         return self.packing(group).most_tokens
 
-    def fill(self, sizes: Sequence[int], pool: Pool, report: OnProgress) -> None:
-        """Do nothing: costs of steps are tabulated on first use, in this process."""
+    def fill(self, sizes: Sequence[int], work: Work, searches: float) -> None:
+        """Simulate nothing: costs of steps are tabulated on first use, in this process."""
+        work.begin(0.0, searches)
 
     def packing(self, group: GroupType) -> Packing:
         """The durations of steps on groups of this type."""

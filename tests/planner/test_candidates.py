@@ -41,7 +41,7 @@ def test_both_executors_agree_with_a_candidate(rng: Draws) -> None:
     assert one.interval.low_s <= one.ttft_s <= one.interval.high_s
     assert one.ttft_without_communication_s <= one.ttft_s * (1 + 1e-9)
     assert all(wait_s >= 0 for wait_s in one.waits)
-    assert len(one.waits) == one.per_rank.num_gpus  # those of one data group
+    assert len(one.waits) == len(one.memory) == one.scenario.num_gpus
     assert len(one.memory) == one.per_rank.num_gpus * one.per_rank.data_groups
 
 
@@ -148,3 +148,10 @@ def test_a_budget_leaves_the_best_within_two_percent_of_all() -> None:
     assert limited_s == best_s(compared, 3.0)
     assert whole_s <= limited_s <= 1.02 * whole_s
     assert limited_s <= best_s(compared, 0.0)
+
+
+
+def test_waits_and_memory_cover_every_group_of_gpus() -> None:
+    scenario = scenario_of(gpus=8, model="deepseek-v3", cluster="8xh200", batch=2)
+    one = Search().candidate(scenario, get_strategy("dp2+tp4"))
+    assert len(one.waits) == len(one.memory) == 8

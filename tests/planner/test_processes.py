@@ -80,21 +80,32 @@ def test_a_time_budget_without_a_result_is_refused(build: Callable[..., Any], mo
         build(ctx=256, gpus=2, model="llama-7b", cluster="a100-nvlink", strategy="kvr-s")
 
 
-def test_a_time_budget_leaves_out_strategies_of_fleets(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("simulations", "sure", "missing"),
+    [(5, False, "on groups of 2 GPUs tsp"), (7, False, "designs of fleets"), (7, True, "designs of fleets")],
+)
+def test_a_time_budget_leaves_out_strategies_and_fleets(
+    monkeypatch: pytest.MonkeyPatch, simulations: int, sure: bool, missing: str
+) -> None:
     scenario, _ = make_scenario(ctx=1024, gpus=2)
-    options = make_request(FleetArgs(requests=REQUESTS, slo_ttft="1s", group_sizes="1,2", replications=1), scenario)
-    now = time.time()
+    asked = FleetArgs(requests=REQUESTS, slo_ttft="1s", group_sizes="1,2", replications=1, sure=sure)
+    reports: list[float] = []
 
     def report(done: float, total: float | None, text: str) -> None:
-        nonlocal now
-        now += 10 * (done > 60)
+        reports.append(done)
 
-    monkeypatch.setattr(processes.time, "time", lambda: now)
-    pool = Pool(time_budget_s=10)
-    plan = plan_capacity(scenario, options, StrategyPolicy(names=("single", "tsp")), pool=pool, on_progress=report)
+    begin_s = time.time()
+    monkeypatch.setattr(processes.time, "time", lambda: begin_s + 10 * (len(reports) >= simulations))
+    pool, policy = Pool(time_budget_s=10), StrategyPolicy(names=("single", "tsp"))
+    plan = plan_capacity(scenario, make_request(asked, scenario), policy, pool=pool, on_progress=report)
     assert plan.answer is not None
-    note = "time-budget 10s ended before all was simulated: on groups of 2 GPUs tsp"
-    assert any(note in one for one in plan.warnings)
+    assert plan.answer.meets
+    assert plan.tried
+    assert not plan.infeasible  # fleets that are not simulated have no reason
+    (note,) = (one for one in plan.warnings if "time-budget 10s ended before all was simulated" in one)
+    assert missing in note
+    assert 0 == reports[0] <= min(reports[1:]) <= max(reports) <= 100
+    assert len(reports) < 20  # simulations; without a budget: 25 or 27
 
 
 def test_a_backend_that_is_none_is_refused() -> None:

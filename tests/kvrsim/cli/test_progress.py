@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -62,3 +65,29 @@ def test_work_that_reports_nothing_is_not_silent(clock: Clock, capsys: pytest.Ca
     clock.now_s += 10
     progress(0, None, "")
     assert capsys.readouterr().err == "kvrsim: working, after 10 s\n"
+
+
+COMMAND = """
+import sys
+from kvrsim.cli import main
+from kvrsim.cli.progress import Progress
+
+def app(**options):
+    with Progress("work"):
+        sys.stdin.readline()
+        raise SystemExit(129)
+
+main.app = app
+main.run()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_a_closed_terminal_does_not_hide_the_signal() -> None:
+    terminal, stderr = os.openpty()
+    with subprocess.Popen([sys.executable, "-c", COMMAND], stdin=subprocess.PIPE, stderr=stderr) as process:
+        os.close(stderr)
+        assert b"work" in os.read(terminal, 1000)
+        os.close(terminal)
+        process.communicate(b"\n")
+    assert process.returncode == 129
