@@ -150,7 +150,6 @@ def test_a_budget_leaves_the_best_within_two_percent_of_all() -> None:
     assert limited_s <= best_s(compared, 0.0)
 
 
-
 def test_waits_and_memory_cover_every_group_of_gpus() -> None:
     scenario = scenario_of(gpus=8, model="deepseek-v3", cluster="8xh200", batch=2)
     one = Search().candidate(scenario, get_strategy("dp2+tp4"))
