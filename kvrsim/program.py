@@ -229,17 +229,16 @@ def run_order(ranks: Sequence[Sequence[Any]]) -> tuple[list[Sequence[int]], list
     def now(rank: int) -> Any:
         return ranks[rank][at[rank]] if at[rank] < len(ranks[rank]) else None
 
-    def together(rank: int) -> Sequence[int]:
-        """Ranks whose next operations run together with this rank's next one; empty if it has to wait."""
-        op = now(rank)
-        if op is None or (isinstance(op, Recv) and not sent[op.src, rank]):
-            return ()
+    def together(rank: int, op: Any) -> Sequence[int]:
+        """Ranks whose next operations run together with this rank's next one, `op`; empty if it has to wait."""
+        if isinstance(op, Recv):
+            return (rank,) if sent[op.src, rank] else ()
         if isinstance(op, Collectives):
-            members = _members(op, rank, len(ranks))
-            each = [(other, now(other)) for other in members]
-            meet = all(type(own) is type(op) and _members(own, other, len(ranks)) == members for other, own in each)
-            return members if meet else ()
-        if getattr(op, "dst", None) is not None and op.rendezvous:
+            group = _members(op, rank, len(ranks))
+            each = [(member, now(member)) for member in group]
+            alike = all(type(own) is type(op) and _members(own, member, len(ranks)) == group for member, own in each)
+            return group if alike else ()
+        if getattr(op, "rendezvous", False):
             other = now(op.dst)
             return (rank, op.dst) if isinstance(other, Recv) and other.src == rank else ()
         return (rank,)
@@ -247,11 +246,10 @@ def run_order(ranks: Sequence[Sequence[Any]]) -> tuple[list[Sequence[int]], list
     while True:
         before = len(order)
         for rank in range(len(ranks)):
-            while group := together(rank):
-                op = now(rank)
+            while (op := now(rank)) is not None and (group := together(rank, op)):
                 if isinstance(op, Recv):
                     sent[op.src, rank] -= 1
-                elif len(group) == 1 and getattr(op, "dst", None) is not None:
+                elif len(group) == 1 and hasattr(op, "dst"):
                     sent[rank, op.dst] += 1
                 order.append(group)
                 for member in group:

@@ -102,8 +102,6 @@ class Message:
 
 Step = Segment | Message | Recv | Load | Collectives
 Block = list[list[Step]]  # steps of each rank
-
-
 Action = Callable[[], None]
 
 
@@ -163,11 +161,10 @@ class _Layer:
 
 
 class Links:
-    """Paths between the ranks of a cluster, each prepared once for many programs."""
+    """Paths between ranks, each prepared once for many programs."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        assert not cluster.shares_bandwidth, "flows that share a bandwidth need run_shared"
-        self.path = cache(cluster.path)
+    def __init__(self, path: Callable[[int, int], Path]) -> None:
+        self.path = cache(path)
         self.edges = cache(lambda ranks, shift: _Edges(self.path, ranks, shift))
 
 
@@ -176,12 +173,39 @@ def run_batch(program: Program, cluster: Cluster | Links, draw: NoiseDraw | None
 
     TTFT is the time of the last rank.
     """
-    links = cluster if isinstance(cluster, Links) else Links(cluster)
-    run = _Evaluation(program, links, draw=draw)
+    assert isinstance(cluster, Links) or not cluster.shares_bandwidth, "flows that share a bandwidth need run_shared"
+    links = cluster if isinstance(cluster, Links) else Links(cluster.path)
+    run = _Evaluation(program.num_ranks, (program.num_rows,), links, draw=draw)
+    run.run(program)
     if run.unsteady.any():
-        rest = program.rows(np.flatnonzero(run.unsteady))
-        run.clock[:, run.unsteady] = _Evaluation(rest, links, is_rest=True).clock
+        rows = np.flatnonzero(run.unsteady)
+        rest = _Evaluation(program.num_ranks, rows.shape, links, is_rest=True)
+        rest.run(program.rows(rows))
+        run.clock[:, rows] = rest.clock
     return run.clock
+
+
+def layer_matrix(
+    ops: Sequence[Sequence[Op]], path: Callable[[int, int], Path], shape: tuple[int, ...]
+) -> tuple[Array, Array, Array]:
+    """The ends of ranks in a layer without messages, as a function of their begins.
+
+    Rank j ends at the latest of `begin_i + seconds[j, i]` over all ranks i, and of `host begin + floor_s[j]`. The layer
+    is evaluated once per rank i, which begins at 0 while nothing waits for the other ranks, and once with only the
+    hosts, which begin at 0. Returns seconds, shape (ranks, ranks, *shape), floors, shape (ranks, *shape), and host
+    seconds of each rank.
+    ops: operations of each rank, with arrays of the given shape.
+    """
+    size = len(ops)
+    run = _Evaluation(size, (size + 1, *shape), Links(path), axis=1)
+    run.clock[:] = -np.inf
+    run.clock[range(size), range(size)] = 0.0
+    run.hosts_s = np.full((size, size + 1, *[1] * len(shape)), -np.inf)
+    run.hosts_s[:, -1] = 0.0
+    layer = run.layer([_compile(rank, own, path, under_noise=False) for rank, own in enumerate(ops)])
+    for action in layer.actions:
+        action()
+    return run.clock[:, :-1], run.clock[:, -1], layer.issued_s
 
 
 class _Evaluation:
@@ -193,36 +217,53 @@ class _Evaluation:
     turn. Only links with messages that overlap with computation are in it: a rank that goes on after a rendezvous or a
     collective has received all that was sent to it, so that its links are free when both ranks reach the next one.
 
-    draw: samples of noise, the same for every partition. is_rest: whether the partitions are known to be unsteady.
     """
 
-    def __init__(self, program: Program, links: Links, *, draw: NoiseDraw | None = None, is_rest: bool = False) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        shape: tuple[int, ...],
+        links: Links,
+        *,
+        draw: NoiseDraw | None = None,
+        axis: int | None = None,
+        is_rest: bool = False,
+    ) -> None:
+        """shape: that of operations' arrays. draw: samples of noise, on a last axis; the same for every partition.
+
+        axis: an axis of `clock` that operations' arrays do not have. is_rest: whether the partitions are known to be
+        unsteady.
+        """
         self.links, self.draw, self.is_rest = links, draw, is_rest
-        self.shape = (program.num_rows,) if draw is None else (program.num_rows, draw.num_samples)
-        self.clock = np.zeros((program.num_ranks, *self.shape))
-        self.unsteady = np.zeros(program.num_rows, dtype=bool)
-        self.hosts_s = np.zeros(program.num_ranks)  # times at which hosts have issued all operations so far
+        self.axis = axis if draw is None else -1
+        self.clock = np.zeros((num_ranks, *shape) if draw is None else (num_ranks, *shape, draw.num_samples))
+        self.unsteady = np.zeros(shape[0], dtype=bool)
+        self.hosts_s = np.zeros(num_ranks)  # times at which hosts have issued all operations so far
         self.leads = False  # whether no host delays its device
         self.loaded_s: dict[int, Array] = {}  # time at which all loads of a rank so far have left its link
-        self.num_computes = [0] * program.num_ranks
+        self.num_computes = [0] * num_ranks
         self.num_messages: dict[Edge, int] = {}
         self.arrivals: dict[Edge, deque[Array]] = defaultdict(deque)
-        blocks = compile_blocks(program, links.path, draw)
+        self.free_s: dict[Edge, Array] = {}
+
+    def run(self, program: Program) -> None:
+        """Run all ranks from the start to the end."""
+        blocks = compile_blocks(program, self.links.path, self.draw)
         ways = {_way(rank, step) for block in blocks for rank, own in enumerate(block) for step in own}
-        self.free_s = {way: np.full(self.shape, -np.inf) for way in ways if way is not None}
+        self.free_s = {way: np.full(self.clock.shape[1:], -np.inf) for way in ways if way is not None}
         prologue, *kinds, epilogue = blocks
-        self._repeat([self._layer(prologue)], 1)
+        self._repeat([self.layer(prologue)], 1)
         if is_closed(program):
-            layers = list(map(self._layer, kinds))
+            layers = list(map(self.layer, kinds))
             for period, times in periods_of(program):
                 self._repeat([layers[kind] for kind in period], times)
         else:
             ranks = range(program.num_ranks)
             whole = [[step for kind in program.layer_kind_index for step in kinds[kind][rank]] for rank in ranks]
-            self._repeat([self._layer(whole)], 1)
-        self._repeat([self._layer(epilogue)], 1)
+            self._repeat([self.layer(whole)], 1)
+        self._repeat([self.layer(epilogue)], 1)
 
-    def _layer(self, steps: Block) -> _Layer:
+    def layer(self, steps: Block) -> _Layer:
         """Prepare a layer: actions in an order in which none has to wait.
 
         Computations before and after all messages of their ranks are moved to the start and to the end. Computations
@@ -237,14 +278,18 @@ class _Evaluation:
             parts.append(((place > 0) + (place == last > 0) if isinstance(ops[0], Segment) else 1, ranks, ops))
             for rank in ranks:
                 at[rank] += 1
-        actions = list[Action]()
+        actions, known = list[Action](), dict[tuple[int, ...], Action]()  # known: by first rank and its operations
         for is_work, group in groupby(sorted(parts, key=itemgetter(0)), lambda part: isinstance(part[2][0], Segment)):
             own = list(group)
             work = {ranks[0]: cast(Segment, ops[0]) for _, ranks, ops in own}
             if is_work and self.draw is None and len(own) == len(work) == len(steps):
                 actions.append(self._joint([work[rank] for rank in range(len(steps))]))
             else:
-                actions.extend(self._action(ranks, ops) for _, ranks, ops in own)
+                for _, ranks, ops in own:
+                    key = ranks[0], *map(id, ops)
+                    if key not in known:
+                        known[key] = self._action(ranks, ops)
+                    actions.append(known[key])
         exchanges = [(rank, step) for rank, own in enumerate(steps) for step in own if not isinstance(step, Segment)]
         in_order = all(
             isinstance(one, Recv | Load) or (isinstance(one, Message) and one.dst > rank and not one.rendezvous)
@@ -318,7 +363,8 @@ class _Evaluation:
 
     def _hosts_s(self, ranks: slice = slice(None)) -> Array:
         """Host time of these ranks, with as many axes as their clocks."""
-        return _column(self.hosts_s[ranks], self.clock)
+        hosts_s = self.hosts_s[ranks]
+        return hosts_s.reshape(*hosts_s.shape, *[1] * (self.clock.ndim - hosts_s.ndim))
 
     def _reached_s(self, rank: int, host_s: float) -> Array:
         """Issue an operation on the host; return the time at which the device reaches it."""
@@ -329,7 +375,7 @@ class _Evaluation:
     def _joint(self, segments: Sequence[Segment]) -> Action:
         """One segment per rank."""
         device_s = self._stack([one.device_s for one in segments])
-        hosts_s = np.array([one.host_s for one in segments])
+        hosts_s = _column([one.host_s for one in segments], self.hosts_s)
         is_device = all(one.floor_s is one.device_s for one in segments)
         floor_s = device_s if is_device else self._stack([one.floor_s for one in segments])
 
@@ -398,7 +444,7 @@ class _Evaluation:
     def _issued_s(self, ranks: Sequence[int], ops: Sequence[AllGather | AllToAll]) -> Array:
         """Issue a collective on the hosts; return the times at which the devices reach it, in a new array."""
         own = slice(ranks[0], ranks[-1] + 1)
-        self.hosts_s[own] += [op.host_s for op in ops]
+        self.hosts_s[own] += _column([op.host_s for op in ops], self.hosts_s)
         return self.clock[own].copy() if self.leads else np.maximum(self.clock[own], self._hosts_s(own))
 
     def _all_gather(self, ranks: Sequence[int], ops: Sequence[AllGather]) -> Action:
@@ -455,7 +501,6 @@ class _Evaluation:
 
         def run() -> None:
             clock, host = self.clock, self._hosts_s()
-            self.hosts_s += [sum(op.host_s) for op in ops]
             link, there = np.empty_like(clock), np.empty_like(clock)
             if not self.leads:
                 np.maximum(clock, host, out=clock)
@@ -477,6 +522,7 @@ class _Evaluation:
             compute(clock, rounds_s[-1])
             if not self.leads:
                 np.maximum(clock, host + hosts_s[-1], out=clock)
+            self.hosts_s += _column([sum(op.host_s) for op in ops], self.hosts_s)
             self._keep(edges, link)
 
         return run
@@ -512,9 +558,9 @@ class _Evaluation:
         return run
 
     def _stack(self, values: Sequence[Array]) -> Array:
-        """One row per rank, shape (ranks, B), with an additional axis of samples under noise."""
+        """One row per rank, with the additional axis of the clock."""
         rows = np.stack(np.broadcast_arrays(*values))
-        return rows[..., None] if self.draw is not None else rows
+        return rows if self.axis is None else np.expand_dims(rows, self.axis)
 
     def _wait(self, edges: _Edges, start_s: Array) -> None:
         """Delay messages until earlier messages have left these edges."""

@@ -22,7 +22,7 @@ from itertools import accumulate, groupby, pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.executors.batch import Block, Message, Segment, Step, rows_of, seconds_on, segment_of
+from kvrsim.executors.batch import Block, Message, Segment, Step, layer_matrix, rows_of, seconds_on, segment_of
 from kvrsim.hardware import Cluster, Path
 from kvrsim.kernels.cost import CostModel
 from kvrsim.program import AllGather, Array, Op, Recv, slower
@@ -93,48 +93,13 @@ class _Joint:
         return half.then(half).then(self) if times % 2 else half.then(half)
 
     @classmethod
-    def of_layer(cls, ops: Sequence[Sequence[Op]], paths: Sequence[Path], shape: tuple[int, ...]) -> _Joint:
-        """A layer, from the operations of each rank.
+    def of(cls, ops: Sequence[Sequence[Op]], ring: Sequence[Path], shape: tuple[int, ...]) -> _Joint:
+        """Work of ranks that may gather K and V.
 
-        The layer is evaluated once per rank i, which begins at 0 while nothing waits for the other ranks, and once with
-        only the hosts, which begin at 0. A link is free again before both of its ranks reach the next all-gather.
-        paths: path of each rank to the next one of the ring. shape: (pieces, partitions).
+        ring: path of each rank to the next one of the ring. shape: (pieces, partitions).
         """
-        size = len(ops)
-        places = [next(place for place, op in enumerate(own) if isinstance(op, AllGather)) for own in ops]
-        gathers = [op for own in ops for op in own if isinstance(op, AllGather)]
-        before = cls.of_segments([segment_of(own[:place]) for own, place in zip(ops, places, strict=True)], shape)
-        after = [segment_of(own[place + 1 :]) for own, place in zip(ops, places, strict=True)]
-        host_s = before.host_s + gathers[0].host_s
-        nbytes = np.stack([np.broadcast_to(op.nbytes, shape) for op in gathers])
-        launch_s, latency_s = (
-            np.array([getattr(path, name) for path in paths]).reshape(-1, 1, 1, 1)
-            for name in ("gather_launch_s", "gather_latency_s")
-        )
-        clock = np.concatenate([before.device_s, before.floor_s[:, None]], axis=1)  # the last entry: hosts
-        np.maximum(clock[:, -1], host_s, out=clock[:, -1])
-        clock += launch_s
-        held_s, rows = clock, rows_of(paths)
-        link_s = np.maximum(held_s, np.roll(held_s, -1, axis=0))  # a piece moves when both ranks are there
-        for number in range(size - 1):
-            sent_s = seconds_on(rows, lambda path, own: path.gather_step_s(own, size), np.roll(nbytes, number, axis=0))
-            np.maximum(held_s, link_s, out=link_s)
-            link_s += sent_s[:, None]
-            held_s = np.roll(link_s + latency_s, 1, axis=0)
-            clock = np.maximum(clock, held_s)
-        for rank, own in enumerate(after):
-            clock[rank] += own.device_s
-            np.maximum(clock[rank, -1], host_s + own.floor_s, out=clock[rank, -1])
-        return cls(clock[:, :-1], clock[:, -1], host_s + after[0].host_s)
-
-    @classmethod
-    def of_segments(cls, segments: Sequence[Segment], shape: tuple[int, ...]) -> _Joint:
-        """Work of ranks that do not wait for each other."""
-        device_s = np.full((len(segments), len(segments), *shape), -np.inf)
-        for rank, own in enumerate(segments):
-            device_s[rank, rank] = own.device_s
-        floor_s = np.stack([np.broadcast_to(own.floor_s, shape) for own in segments])
-        return cls(device_s, floor_s, segments[0].host_s)
+        device_s, floor_s, hosts_s = layer_matrix(ops, lambda rank, _: ring[rank], shape)
+        return cls(device_s, floor_s, hosts_s[0].item())
 
 
 class _PipelineRun:
@@ -203,24 +168,24 @@ class _PipelineRun:
         size, shape = self.context, self.ops.lengths.shape
 
         @cache
-        def way_in(is_first: bool, slowness: tuple[float, ...]) -> _Joint:
+        def way_in(is_first: bool, ring: tuple[Path, ...], slowness: tuple[float, ...]) -> _Joint:
             ranks = zip(self.ops.embedding, self.ops.preparation, slowness, strict=True)
             each = [slower((*embedding * is_first, *own), factor) for embedding, own, factor in ranks]
-            return _Joint.of_segments([segment_of(ops) for ops in each], shape)
+            return _Joint.of(each, ring, shape)
 
         @cache
         def layers(kind: int, count: int, ring: tuple[Path, ...], slowness: tuple[float, ...]) -> _Joint:
             if count > 1:
                 return layers(kind, 1, ring, slowness).repeated(count)
             each = [slower(own, factor) for own, factor in zip(self.ops.layers[kind], slowness, strict=True)]
-            return _Joint.of_layer(each, ring, shape)
+            return _Joint.of(each, ring, shape)
 
         @cache
         def whole(
             is_first: bool, kinds: tuple[int, ...], ring: tuple[Path, ...], slowness: tuple[float, ...]
         ) -> tuple[Array, Array, float]:
             each = [layers(kind, len(list(alike)), ring, slowness) for kind, alike in groupby(kinds)]
-            work = reduce(_Joint.then, each, way_in(is_first, slowness))
+            work = reduce(_Joint.then, each, way_in(is_first, ring, slowness))
             matrix = np.ascontiguousarray(work.device_s.transpose(2, 1, 0, 3))
             return matrix, work.floor_s.swapaxes(0, 1), work.host_s
 

@@ -54,7 +54,7 @@ class Runner:
         self.scenario, self.strategy, self.cost = scenario, strategy, cost
         self.cluster = cluster or scenario.cluster
         is_chain = Chain.suits(scenario, strategy, self.cluster)
-        self.links = None if self.cluster.shares_bandwidth else Links(self.cluster)
+        self.links = None if self.cluster.shares_bandwidth else Links(self.cluster.path)
         self.chain = Chain(scenario, strategy, self.cluster, cost) if is_chain else None
 
     def finish_s(
