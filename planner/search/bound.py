@@ -37,6 +37,7 @@ Other waiting, queueing and contention are ignored, which only lowers the bound.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -284,11 +285,7 @@ class _Intervals:
     def divide(self, weak: npt.NDArray[np.intp], pieces: int) -> _Intervals:
         """The weak intervals, each divided into `pieces`, which begin with the bound of the whole interval."""
         edges, whole = np.linspace(self.least[weak], self.most[weak], pieces + 1), np.tile(weak, pieces)
-        least, most = edges[:-1].ravel(), edges[1:].ravel()
-        start = self.bound.chain.first_start
-        last_wall = self.bound.chain.total - most
-        chunks = self.chunks[:, whole] * ((last_wall - start) / (self.last_wall[whole] - start))
-        parts = _Intervals(self.bound, least, most, chunks, FIRST)
+        parts = _Intervals(self.bound, edges[:-1].ravel(), edges[1:].ravel(), self.chunks[:, whole], FIRST)
         parts.low = parts.below = self.low[whole]
         return parts
 
@@ -313,7 +310,7 @@ class _Bound:
             return self.ttft_s
         chunks = self.warm_start[1:] * ((self.chain.total - most - self.chain.first_start) / self.warm_start.sum())
         intervals, proven_s = _Intervals(self, least, most, chunks, FIRST), self.ttft_s
-        for division in range(_CUTS + 1):
+        for division in count():
             for targets in range(_STEPS):
                 intervals.improve()
                 if targets > 1 and intervals.is_done:

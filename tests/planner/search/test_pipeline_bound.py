@@ -122,7 +122,7 @@ def layouts(num_layers: int, num_stages: int) -> list[list[range]]:
 @given(rng=draws(), overlaps=st.booleans(), has_links=st.booleans())
 @examples(200)
 def test_the_least_of_all_layouts(rng: Draws, overlaps: bool, has_links: bool) -> None:
-    """Paths: the least over all layouts, one by one; with hosts of two stages also of the longest host's time."""
+    """The bound is the least over all layouts, one by one: of paths, and with one or two stages also of hosts."""
     num_layers, num_stages, exact = rng.randint(2, 6), rng.randint(1, 4), rng.randint(1, 6)
     num_stages = min(num_stages, num_layers)
     weights = np.array([rng.uniform(0.1, 1.0) for _ in range(num_layers)])
@@ -153,7 +153,10 @@ def test_the_least_of_all_layouts(rng: Draws, overlaps: bool, has_links: bool) -
                 issued_s = (max(number * own, own + later) for own, later in zip(hosts, after, strict=False))
                 path_s = max(path_s, *(one - early_s for one in issued_s)) if hosts_s else path_s
             want_s[index] = min(want_s[index], path_s)
-    assert bounds.least_s(pieces_s, numbers, before_s, shares) == pytest.approx(want_s, rel=1e-9)
+    least_s = bounds.least_s(pieces_s, numbers, before_s, shares)
+    assert (least_s <= want_s * EXACT).all()
+    # From three stages on, the least V of later stages come from several layouts.
+    assert (least_s >= want_s * (0.95 if num_stages > 2 else 1 - 1e-9)).all()
 
 
 PIECES = np.array([1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0, 64.0, 256.0])
@@ -200,13 +203,24 @@ def test_potentials_are_close(gap: float, tokens: int, seconds: tuple[float, flo
     assert 0 <= (want_s / potentials.least_s(numbers, numbers).max(axis=0) - 1).mean() <= gap
 
 
+def case_of(slow_gpu: int | None = None, step_s: float = 0.0, **options: Any) -> Scenario:
+    """A scenario for pipelines; slow_gpu: rank of a GPU that is 1.6 times slower; step_s: of the engine."""
+    scenario, _ = kvrsim.make_scenario(**options)
+    if slow_gpu is not None:
+        slow = UnevenCluster.of(scenario.cluster, [SlowGpu(rank=slow_gpu, factor=1.6)], [])
+        scenario = replace(scenario, cluster=slow)
+    if step_s:
+        scenario = scenario.with_host(replace(scenario.host, step_s=step_s, prepare_s=step_s))
+    return for_strategy(scenario, SEARCHED)
+
+
 @pytest.mark.parametrize(
     ("gap", "options"),
     [
         (0.00543, {"ctx": "1k", "gpus": 2} | H100),
         (0.01133, {"ctx": "1k", "gpus": 8} | H100),
         (0.03588, {"ctx": "64k", "gpus": 4} | H100),
-        (0.03796, {"ctx": "64k", "gpus": 8} | H100),
+        (0.03723, {"ctx": "64k", "gpus": 8} | H100),
         (0.00023, {"ctx": 7, "gpus": 3} | H100),
         (0.00029, {"ctx": "2k", "gpus": 1} | H100),
         (0.02654, {"ctx": "8k", "gpus": 3, "cached_prefix": "4k"} | H100),
@@ -215,20 +229,22 @@ def test_potentials_are_close(gap: float, tokens: int, seconds: tuple[float, flo
         (0.03671, {"ctx": "4k", "gpus": 4, "slow_gpu": 1} | H100),
         (0.07879, {"ctx": "4k", "gpus": 4, "model": "llama-7b", "engine": "serving"}),
         (0.08885, {"ctx": "8k", "gpus": 4} | EAGER),
-        (0.18810, {"ctx": "8k", "gpus": 4, "link_bandwidth": 1e8, "slow_gpu": 2} | EAGER),
+        (0.18412, {"ctx": "8k", "gpus": 4, "link_bandwidth": 1e8, "slow_gpu": 2} | EAGER),
         (0.02496, {"ctx": "8k", "gpus": 4, "link_bandwidth": 1e7} | EAGER),
         (0.05254, {"ctx": "8k", "gpus": 4} | H100 | {"model": "gemma-3-27b"}),
         (1.06964, {"ctx": "8k", "gpus": 4} | H100 | {"model": "deepseek-v3"}),
         (0.42755, {"ctx": "8k", "gpus": 6} | H100 | {"model": "qwen3-next-80b-a3b"}),
+        (0.02644, {"ctx": "8k", "gpus": 4, "step_s": 5e-3} | H100),
+        (0.06781, {"ctx": "8k", "gpus": 4, "step_s": 5e-3, "slow_gpu": 0} | EAGER),
+        (0.46737, {"ctx": 300, "gpus": 4, "link_bandwidth": 1e8} | H100),
+        (0.07176, {"ctx": 300, "gpus": 3, "link_bandwidth": 1e9, "slow_gpu": 0} | EAGER),
+        (0.06168, {"ctx": "8k", "gpus": 4, "slow_gpu": 2} | H100 | {"model": "gemma-3-27b"}),
+        (0.00555, {"ctx": 200, "gpus": 4, "engine": "vllm-2023"} | H100),
     ],
 )
 def test_the_bound_is_close(gap: float, options: dict[str, Any]) -> None:
     """The bound is near the search's result: one or many pieces, slow links, hosts, a slow GPU, several kinds."""
-    slow = options.get("slow_gpu")
-    scenario, _ = kvrsim.make_scenario(**{key: value for key, value in options.items() if key != "slow_gpu"})
-    if slow is not None:
-        scenario = replace(scenario, cluster=UnevenCluster.of(scenario.cluster, [SlowGpu(rank=slow, factor=1.6)], []))
-    scenario = for_strategy(scenario, SEARCHED)
+    scenario = case_of(**options)
     assert 1.0 <= search_pipeline(scenario, SEARCHED).ttft_s / pipeline_bound_s(scenario) <= 1.0 + gap
 
 
