@@ -29,7 +29,7 @@ from kvrsim.io.schema import JsonObject
 from kvrsim.model.load import read_text_part
 from kvrsim.model.reader import read_class
 from kvrsim.model.spec import ModelSpec
-from kvrsim.model.template import _HARMLESS, fill, freeze, translated
+from kvrsim.model.template import _HARMLESS, fill, freeze, translate
 
 FOLDER = Path(__file__).parents[1] / "kvrsim" / "data" / "types"
 SHAPES: dict[str, Any] = json.loads(FOLDER.with_name("type_shapes.json").read_text("utf-8"))
@@ -182,7 +182,7 @@ class Kind:
         except (ZeroDivisionError, InputError):
             return None
 
-    def shortened(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def shorten(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """A configuration with at most 20 layers, which the class reads faster."""
         config, numbers = self.own_names(config), self.numbers(config)
         for key in (key for key in _LAYERS if numbers.get(key, 0) > 20):
@@ -425,7 +425,7 @@ def _periodic(kinds: tuple[int, ...]) -> tuple[list[int], list[int]]:
     return list(kinds), []
 
 
-def needed(model_type: str) -> dict[str, Any]:
+def required_values(model_type: str) -> dict[str, Any]:
     """Values that a class needs but its default configuration lacks; they are those of a published model."""
     return dict(SHAPES["types"].get(model_type, [{}])[0])
 
@@ -435,7 +435,7 @@ def configurations(folder: Path) -> dict[str, list[dict[str, Any]]]:
     by_type: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(folder.glob("*.json")):
         text, _ = read_text_part(JsonObject.read(path, "model"))
-        plain = translated(text)
+        plain = translate(text)
         by_type.setdefault(plain.text("model_type"), []).append(dict(plain.fields))
     return by_type
 
@@ -452,7 +452,7 @@ def main() -> None:
         try:
             if CONFIG_MAPPING[name]().get_text_config(decoder=True).model_type != name:
                 continue  # type of a model with several parts: files have the type of the text part
-            kind, usual = Kind(name), needed(name)
+            kind, usual = Kind(name), required_values(name)
         except Exception as error:  # no usable defaults, or classes of another type
             print(f"{name}: {type(error).__name__} {error}", flush=True)
             continue
@@ -460,7 +460,7 @@ def main() -> None:
         shapes = [usual | shape for shape in SHAPES["types"].get(name, [])[1:]]
         for config in (usual, *files.get(name, []), *shapes, *switches):
             try:
-                short = kind.shortened(config)
+                short = kind.shorten(config)
                 print(f"{name}: {kind.add(short)}", flush=True)
                 if short != kind.own_names(config) and kind.fill(config) is None:
                     print(f"{name}: {kind.add(config)}", flush=True)

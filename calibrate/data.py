@@ -269,7 +269,7 @@ class Measurement:
         """Whether the numbers of warm-up and timed runs are known."""
         return self.warmups is not None and self.repeats is not None
 
-    def scaled(self, factor: float) -> Measurement:
+    def times(self, factor: float) -> Measurement:
         """The measurement with its times multiplied by a factor."""
         mean_s = None if self.mean_s is None else self.mean_s * factor
         return replace(self, median_s=self.median_s * factor, mean_s=mean_s)
@@ -293,7 +293,7 @@ COLUMNS = Measurement.__slots__
 Some = npt.NDArray[Any]  # indices of rows, or a mask of them
 
 
-def measured_at(where: str, **values: Any) -> Measurement:
+def measurement_at(where: str, **values: Any) -> Measurement:
     """Check the values and make a measurement; InputError names the file, the line and the wrong value."""
     return read(Measurement, JsonObject(fields=values, where=where))
 

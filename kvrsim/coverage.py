@@ -55,7 +55,7 @@ def expert_notes(scenario: Scenario) -> Iterator[Note]:
             error = "" if fit is None else f"; mean error {fit.cross_validated_mape:.0%} on models left out of the fit"
             yield note("experts", error=error)
         for kind in filter(None, covered):
-            if (priced := rates.priced_as(kind)) not in (None, kind):
+            if (priced := rates.rates_type(kind)) not in (None, kind):
                 yield _price_note("experts", kind, GEMM_TYPES[priced].title, profile)
     if sparse and placement.num_gpus > 1:
         per_gpu = sorted({layer.num_experts // placement.num_gpus for layer in sparse})
@@ -88,7 +88,7 @@ def precision_notes(scenario: Scenario) -> Iterator[Note]:
         return
     products = (gemm.compute for kind in model.layer_kinds for gemm in _products(kind, profile))
     for one in sorted(set(filter(None, products))):
-        if (priced := profile.kernels.priced_as(one)) != one:
+        if (priced := profile.kernels.rates_type(one)) != one:
             yield _price_note("products", one, _substitute(one, priced, about["half"], scenario), profile)
 
 

@@ -59,7 +59,7 @@ class Noise:
         traffic = self.side_traffic is not None and not self.side_traffic.is_quiet
         return traffic or self.compute_jitter > 0 or self.message_jitter > 0
 
-    def placed_on(self, cluster: Cluster) -> Cluster:
+    def place_on(self, cluster: Cluster) -> Cluster:
         """Return the cluster with slow GPUs and links: the part of the noise that is the same in every run.
 
         Raises InputError for a GPU or a link that does not exist, and on a bus for noise of single links.
@@ -159,14 +159,14 @@ class _Jitter:
     kind: tuple[int, ...]
     roots: list[tuple[int, int]]
     # Factors by place, in arrays of shape (_BLOCK, samples).
-    drawn: dict[tuple[int, ...], list[Array]] = field(default_factory=dict)
+    factors: dict[tuple[int, ...], list[Array]] = field(default_factory=dict)
     generators: dict[tuple[int, ...], list[np.random.Generator]] = field(default_factory=dict)
 
     def __call__(self, place: tuple[int, ...], index: int) -> Array | float:
         """Factor of the index-th operation at a place, shape (samples,); 1.0 without jitter."""
         if not self.log_sd:
             return 1.0
-        blocks = self.drawn.setdefault(place, [])
+        blocks = self.factors.setdefault(place, [])
         while len(blocks) <= index // _BLOCK:
             if place not in self.generators:
                 self.generators[place] = [np.random.default_rng([*root, *self.kind, *place]) for root in self.roots]

@@ -358,7 +358,7 @@ class Scenario:
             for one in costs
         ]
         busy_s = np.sum([layers_s[kind] for kind in self.share.layer_kind_index], axis=0) / self.cluster.num_gpus
-        return float((self.profile.kernels.clock.stretched_s(busy_s) / busy_s)[0])
+        return float((self.profile.kernels.clock.loaded_s(busy_s) / busy_s)[0])
 
     @property
     def traits(self) -> KernelTraits:

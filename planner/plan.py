@@ -78,7 +78,7 @@ def make_plan(
     search = search or Search()
     compared = strategies_to_compare(scenario, strategies, noisy=disturbance is not None, engine=search.engine)
     if disturbance is not None:
-        scenario = disturbance.fixed(scenario)
+        scenario = disturbance.with_fixed_part(scenario)
     ranking = Ranking.of(scenario, compared, search, disturbance)
     results = [ranking.result(one) for one in ranking.ranked]
     first = next(one for one in results if one.strategy == ranking.best.strategy.name)

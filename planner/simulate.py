@@ -46,7 +46,7 @@ def run_simulation(
     search, own = search or Search(), get_strategy(strategy)
     if disturbance is not None:
         disturbance.check(own)
-        scenario = disturbance.fixed(scenario)
+        scenario = disturbance.with_fixed_part(scenario)
     candidate = search.candidate(scenario, own)
     own, partition, per_rank = candidate.strategy, candidate.partition, candidate.per_rank
     draw = None if disturbance is None else disturbance.draw(per_rank)

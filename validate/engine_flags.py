@@ -33,7 +33,7 @@ ENGINES = ("vllm", "sglang")  # engines that resolve_launches.py can run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Resolved:
+class Resolution:
     """Result of resolving the launches with an engine's code."""
 
     engine: DeployEngine
@@ -62,7 +62,7 @@ def launches(engine: str) -> Iterator[tuple[str, Launch, Layout]]:
                 )
 
 
-def resolve_all(engine: DeployEngine, python: str) -> Resolved:
+def resolve_all(engine: DeployEngine, python: str) -> Resolution:
     """Resolve all single-server launches with an interpreter's engine; InputError if the engine cannot be imported."""
     cases = list(launches(engine.name))
     request = {"engine": engine.name, "launches": [_request(what, launch) for what, launch, _ in cases]}
@@ -88,7 +88,7 @@ def resolve_all(engine: DeployEngine, python: str) -> Resolved:
             refused[what] = answer["refused"]
         elif other:
             differs[what] = ", ".join(f"{name} {size}, not {planned[name]}" for name, size in other.items())
-    return Resolved(engine=engine, version=content["version"], launches=len(cases), refused=refused, differs=differs)
+    return Resolution(engine=engine, version=content["version"], launches=len(cases), refused=refused, differs=differs)
 
 
 def _request(what: str, launch: Launch) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _request(what: str, launch: Launch) -> dict[str, Any]:
     }
 
 
-def page(engines: Sequence[Resolved]) -> list[str]:
+def page(engines: Sequence[Resolution]) -> list[str]:
     """Markdown lines of the page."""
     heads = ("engine", "version", "launches", "refused", "other layout than planned")
     rows = [(one.engine.name, one.version, one.launches, len(one.refused), len(one.differs)) for one in engines]

@@ -50,7 +50,7 @@ class Scope:
         """The models of MODELS with published TTFTs over NVLink."""
         return tuple(model for model in MODELS if self.contexts(model))
 
-    def reported(self, model: str, num_gpus: int, strategy: str) -> dict[int, Row]:
+    def printed_rows(self, model: str, num_gpus: int, strategy: str) -> dict[int, Row]:
         """Return published rows over NVLink, by context."""
         columns = (model, num_gpus, strategy, FAST)
         rows = [row for row in self.rows if (row.model, row.num_gpus, row.strategy, row.link) == columns]
@@ -67,14 +67,14 @@ class Scope:
 
 
 @cache
-def simulated(model: str, context_len: int, num_gpus: int, strategy: str) -> SimResult:
+def simulate(model: str, context_len: int, num_gpus: int, strategy: str) -> SimResult:
     """Simulate a strategy over the profile's links with its own partition, which kvr-s searches for."""
     scenario = make_scenario(ctx=context_len, gpus=num_gpus, model=model, profile=PROFILE)[0]
     return run_simulation(scenario, strategy=strategy)
 
 
 @cache
-def simulated_row(row: Row) -> SimResult:
+def simulate_row(row: Row) -> SimResult:
     """Simulate a published row as the accuracy page does."""
     scenario, strategy = scenario_of(row)
     return run_simulation(scenario, strategy=strategy)
@@ -100,7 +100,7 @@ class Predictions:
         case = dict(model=self.scope.model, profile=PROFILE)
         return kvrsim.build_table(gpus=self.scope.table_gpu_counts, ctx=self.scope.entries, **case)
 
-    def looked_up(self, context_len: int, num_gpus: int) -> SimResult:
+    def look_up(self, context_len: int, num_gpus: int) -> SimResult:
         """Simulate KVR-P."""
         case = dict(ctx=context_len, gpus=num_gpus, model=self.scope.model, profile=PROFILE)
         return kvrsim.simulate(strategy="kvr-p", table=self.table, **case)
@@ -110,7 +110,7 @@ class Predictions:
         model = self.printed["noisy_network"]["model"]
         scenario = make_scenario(ctx=context_len, gpus=num_gpus, model=model, profile=PROFILE)[0]
         disturbance = Disturbance(noise=parse_noise("paper"), num_samples=self.scope.noise_samples)
-        search = Search(partition=simulated(model, context_len, num_gpus, strategy).partition)
+        search = Search(partition=simulate(model, context_len, num_gpus, strategy).partition)
         noisy = run_simulation(scenario, strategy=strategy, search=search, disturbance=disturbance).noisy
         assert noisy is not None
         return noisy
@@ -120,7 +120,7 @@ def page(predictions: Predictions) -> list[str]:
     """Return the Markdown lines of the page."""
     scope, printed = predictions.scope, predictions.printed
     noisy = printed["noisy_network"]
-    pairs = [(row, simulated_row(row)) for row in scope.rows]
+    pairs = [(row, simulate_row(row)) for row in scope.rows]
     limits = (f"{STRATEGIES[name]} {share:.1%}" for name, share in noisy["shares"].items())
     return fill(
         "figures",
@@ -135,7 +135,7 @@ def page(predictions: Predictions) -> list[str]:
         printed_partitions=_printed_partitions(predictions),
         entries=", ".join(map(format_tokens, scope.entries)),
         claims=" and ".join(f"{entry['share']:.1%}" for entry in printed["kvr_p_above_kvr_s"]),
-        looked_up=_looked_up(predictions),
+        looked_up=_lookups(predictions),
         noise_parameters=parse_noise("paper").describe(),
         limits=", ".join(limits),
         increases=_increases(predictions),
@@ -147,11 +147,11 @@ def _speedups(predictions: Predictions) -> list[str]:
     scope, rows = predictions.scope, []
     contexts = sorted({tokens for model in scope.models for tokens in scope.contexts(model)})
     for model, num_gpus in product(scope.models, scope.gpu_counts):
-        tsp, own = (scope.reported(model, num_gpus, strategy) for strategy in ("tsp", "kvr-s"))
+        tsp, own = (scope.printed_rows(model, num_gpus, strategy) for strategy in ("tsp", "kvr-s"))
         cells = []
         for tokens in contexts:
             if tokens in tsp and tokens in own:
-                predicted = simulated_row(tsp[tokens]).ttft_s / simulated_row(own[tokens]).ttft_s
+                predicted = simulate_row(tsp[tokens]).ttft_s / simulate_row(own[tokens]).ttft_s
                 cells.append(f"{tsp[tokens].ttft_s / own[tokens].ttft_s:.2f} / {predicted:.2f}")
             else:
                 cells.append("")
@@ -175,22 +175,22 @@ def _scalability(predictions: Predictions) -> list[str]:
         above = ttft_s["kvr-s"] / plan.bounds.ttft_no_comm_s - 1
         printed = _paper_values(predictions, plan)
         cells = (f"{seconds:.3f}" for seconds in (*ttft_s.values(), plan.bounds.lower_bound_s or 0.0))
-        reported = " / ".join(f"{printed[name]:g}" for name in ("tsp", "kvr-s") if name in printed)
-        rows.append((f"{plan.num_gpus}{'' if fits else ' (does not fit)'}", *cells, f"{above:.1%}", reported))
+        paper = " / ".join(f"{printed[name]:g}" for name in ("tsp", "kvr-s") if name in printed)
+        rows.append((f"{plan.num_gpus}{'' if fits else ' (does not fit)'}", *cells, f"{above:.1%}", paper))
     heads = (*STRATEGIES.values(), "TTFT(p)", "TTFT*(p)", "proven bound", "KVR-S above TTFT(p)")
     return numbers_table(("GPUs", *heads, "reported TSP / KVR-S"), rows)
 
 
 def _paper_values(predictions: Predictions, plan: Plan) -> dict[str, float]:
     """Return the TTFTs that the paper prints for a plan's case, by strategy."""
-    rows = {name: predictions.scope.reported(plan.model, plan.num_gpus, name) for name in STRATEGIES}
+    rows = {name: predictions.scope.printed_rows(plan.model, plan.num_gpus, name) for name in STRATEGIES}
     return {name: own[plan.context_len].ttft_s for name, own in rows.items() if plan.context_len in own}
 
 
 def _partitions(predictions: Predictions) -> list[str]:
     scope, rows = predictions.scope, []
     for num_gpus, tokens in product(scope.gpu_counts, sorted({*scope.entries, *scope.halfway})):
-        own, even = (simulated(scope.model, tokens, num_gpus, name) for name in ("kvr-s", "kvr-e"))
+        own, even = (simulate(scope.model, tokens, num_gpus, name) for name in ("kvr-s", "kvr-e"))
         above = f"{even.ttft_s / own.ttft_s - 1:.1%}"
         rows.append((f"{num_gpus} × {format_tokens(tokens)}", shares_text(own.partition), above))
     return numbers_table(("GPUs × context", "KVR-S", "KVR-E above KVR-S"), rows)
@@ -199,23 +199,23 @@ def _partitions(predictions: Predictions) -> list[str]:
 def _printed_partitions(predictions: Predictions) -> list[str]:
     lines = []
     for one in predictions.printed["partitions"]:
-        own = simulated(one["model"], one["context_len"], one["num_gpus"], "kvr-s")
+        own = simulate(one["model"], one["context_len"], one["num_gpus"], "kvr-s")
         case = f"{one['num_gpus']} × {format_tokens(one['context_len'])}, {one['method']}"
         lines.append(f"- {case}: {one['printed_as']} ({one['place']}); KVR-S here: {shares_text(own.partition)}.")
     return lines
 
 
-def _looked_up(predictions: Predictions) -> list[str]:
+def _lookups(predictions: Predictions) -> list[str]:
     scope, rows = predictions.scope, []
     for num_gpus, tokens in product(scope.table_gpu_counts, scope.halfway):
-        looked_up = predictions.looked_up(tokens, num_gpus)
-        own, tsp = (simulated(scope.model, tokens, num_gpus, name) for name in ("kvr-s", "tsp"))
+        result = predictions.look_up(tokens, num_gpus)
+        own, tsp = (simulate(scope.model, tokens, num_gpus, name) for name in ("kvr-s", "tsp"))
         rows.append(
             (
                 f"{num_gpus} × {format_tokens(tokens)}",
-                shares_text(looked_up.partition),
+                shares_text(result.partition),
                 shares_text(own.partition),
-                f"{looked_up.ttft_s / own.ttft_s - 1:+.2%}",
+                f"{result.ttft_s / own.ttft_s - 1:+.2%}",
                 f"{tsp.ttft_s / own.ttft_s - 1:.1%}",
             )
         )

@@ -38,10 +38,10 @@ class Support:
 
 def support(model_type: str) -> Support:
     """Read a type with the defaults of its configuration, and with the values that the defaults lack."""
-    from calibrate.catalogue import needed
+    from calibrate.catalogue import required_values
     from kvrsim.model.reader import RefusedError, read_class
 
-    fields = {"model_type": model_type, **needed(model_type)}
+    fields = {"model_type": model_type, **required_values(model_type)}
     try:
         return Support(model_type=model_type, model=read_class(fields, model_type))
     except RefusedError as error:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from calibrate.prefills.fit import CheckedRow
+from calibrate.prefills.fit import RowCheck
 from kvrsim.builder import make_scenario
 from kvrsim.engine import NO_HOST, OTHER_GPU, PRIOR_ENGINE, SHORT_TOKENS, Engine, EngineFit, load_engine
 from kvrsim.errors import InputError
@@ -341,7 +341,7 @@ def _round(value: Any) -> float:
     return float(f"{float(value):.4g}")
 
 
-def held_coverage(logs: Array, groups: Array, engines: Array) -> float:
+def coverage_left_out(logs: Array, groups: Array, engines: Array) -> float:
     """Share of settings inside the widths that are computed from the errors of all other groups."""
     inside = []
     for group, engine in set(zip(groups.tolist(), engines.tolist(), strict=True)):
@@ -398,7 +398,7 @@ def page(settings: Settings, predictors: dict[str, Array], others: Sequence[Othe
         by_engine = [np.median(np.abs(seconds / measured_s - 1)[has & (settings.of("engine") == e)]) for e in ENGINES]
         logs = np.log(seconds[has] / measured_s[has])
         groups = settings.group(name.split(", ")[1].split()[0] if "left out" in name else "model")[has]
-        inside = f"{held_coverage(logs, groups, settings.of('engine')[has]):.0%}"
+        inside = f"{coverage_left_out(logs, groups, settings.of('engine')[has]):.0%}"
         rows.append((name, len(errors), f"{np.median(errors):.1%}", *(f"{one:.1%}" for one in by_engine), inside))
     return fill(
         "silicon",
@@ -412,7 +412,7 @@ def page(settings: Settings, predictors: dict[str, Array], others: Sequence[Othe
 
 
 @dataclass(frozen=True, kw_only=True)
-class OtherPrefill(CheckedRow):
+class OtherPrefill(RowCheck):
     """A prefill of another source, predicted by the record of its engine."""
 
     tokens: int  # tokens of all prompts together

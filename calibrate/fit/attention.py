@@ -15,17 +15,17 @@ from calibrate.fit.fit import (
     Comparison,
     Constants,
     Fit,
-    Fitted,
+    FitResult,
     Parameter,
+    choose_knots,
     column,
     dtypes_of,
     element_bytes_of,
     mean_rate,
     peak_flops,
-    rounded,
     seen_of,
     sources_of,
-    thinned,
+    to_digits,
 )
 from calibrate.importers.aiconfigurator import LatentForm, read_latent
 from kvrsim.errors import InputError
@@ -153,22 +153,22 @@ class AttentionFit(Fit[Rates]):
 
     @cached_property
     def rates(self) -> Rates:
-        return self.fitted(self.every)
+        return self.rates_of(self.every)
 
-    def fitted(self, some: Some) -> Rates:
+    def rates_of(self, some: Some) -> Rates:
         """Alternate between robust least squares of the logarithms and factors by size."""
-        rows, rates = self.data.take(some), super().fitted(some)
+        rows, rates = self.data.take(some), super().rates_of(some)
         if self.peak is None:
             return rates
         for _ in range(_ROUNDS):
             factors = rows.predicted_s(with_sizes(rates, rows, self.peak)) / rows.predicted_s(rates)  # type: ignore[type-var]
-            rates = self.make(self.solved(some, rows.expected_s / factors))
+            rates = self.make(self.constants_of(some, rows.expected_s / factors))
         return with_sizes(rates, rows, self.peak)  # type: ignore[type-var]
 
-    def result(self, rows: Sequence[Measurement]) -> Fitted[Rates]:
+    def result(self, rows: Sequence[Measurement]) -> FitResult[Rates]:
         """The fit and its errors; `rows` are the rows of `data`. Cross-validation holds out whole chunk sizes."""
         chunks = self.data.chunk
-        return Fitted(
+        return FitResult(
             rates=self.rates,
             source=sources_of(rows),
             own=self.own,
@@ -193,7 +193,7 @@ def is_decoding(row: Measurement) -> bool:
 
 def fit_flash(
     rows: Sequence[Measurement], gpu: GpuSpec, *, kernel: str | None = None, narrow: Sequence[Measurement] = ()
-) -> Fitted[FlashRates]:
+) -> FitResult[FlashRates]:
     """Fit constants of one of PRESETS (None: the best-fitting one) to calls of one sequence with one head_dim.
 
     narrow: calls with narrower heads, which determine the seconds of softmax. Calls of one query behind a prefix are
@@ -205,7 +205,7 @@ def fit_flash(
     return with_softmax(_best_flash(rows, gpu, [kernel] if kernel else list(PRESETS)), narrow)
 
 
-def _best_flash(rows: Sequence[Measurement], gpu: GpuSpec, kernels: Sequence[str]) -> Fitted[FlashRates]:
+def _best_flash(rows: Sequence[Measurement], gpu: GpuSpec, kernels: Sequence[str]) -> FitResult[FlashRates]:
     prefills = [row for row in rows if not is_decoding(row)]
     data = AttentionRows.of(prefills)
     forms = (
@@ -227,7 +227,7 @@ def _form(name: str, data: AttentionRows, parameters: Sequence[Parameter], make:
     )
 
 
-def with_softmax(fitted: Fitted[FlashRates], rows: Sequence[Measurement]) -> Fitted[FlashRates]:
+def with_softmax(fitted: FitResult[FlashRates], rows: Sequence[Measurement]) -> FitResult[FlashRates]:
     """The rates with softmax_s, which matters only to heads narrower than the fitted ones; unchanged without rows.
 
     softmax_s is at most block_s, and has no effect below half of block_s.
@@ -241,7 +241,7 @@ def with_softmax(fitted: Fitted[FlashRates], rows: Sequence[Measurement]) -> Fit
     return replace(fitted, rates=fit.rates, seen=ranges)
 
 
-def fit_eager(calls: Sequence[Measurement], gpu: GpuSpec) -> Fitted[EagerRates]:
+def fit_eager(calls: Sequence[Measurement], gpu: GpuSpec) -> FitResult[EagerRates]:
     """Fit a rate of the FLOPs of QK^T and PV, a rate of device memory (28 bytes per score), and a start time.
 
     Where the form fits poorly, factors by size of the score matrix are added if they improve held-out calls.
@@ -256,7 +256,9 @@ def fit_eager(calls: Sequence[Measurement], gpu: GpuSpec) -> Fitted[EagerRates]:
     return _with_factors_if_better(form, calls, peak)
 
 
-def fit_blocked(calls: Sequence[Measurement], gpu: GpuSpec, *, name: str, skips_masked: bool) -> Fitted[BlockedRates]:
+def fit_blocked(
+    calls: Sequence[Measurement], gpu: GpuSpec, *, name: str, skips_masked: bool
+) -> FitResult[BlockedRates]:
     """Fit rates of the causal half and of the rectangle, start times of calls and of queries, and the size of blocks.
 
     Where the form fits poorly, factors by number of queries are added if they improve held-out calls.
@@ -289,7 +291,7 @@ def _block_rates(values: Constants, key_block: int, skips_masked: bool) -> Block
     return BlockedRates(**rates, key_block=key_block, skips_masked=skips_masked)
 
 
-def _with_factors_if_better(plain: AttentionFit[Rates], calls: Sequence[Measurement], peak: float) -> Fitted[Rates]:
+def _with_factors_if_better(plain: AttentionFit[Rates], calls: Sequence[Measurement], peak: float) -> FitResult[Rates]:
     """The plain form, unless it fits poorly and factors by size are better on held-out calls."""
     simple = plain.result(calls)
     if simple.own.errors().mape <= _POOR_FORM:
@@ -322,8 +324,8 @@ def _measured_sizes(sizes: Array, factors: Array) -> MeasuredSizes:
     places = np.array([np.mean(np.log(sizes[some])) for some in members])
     spent = places + np.array([np.median(np.log(factors[some])) for some in members])
     spent = 0.5 * (np.maximum.accumulate(spent) + np.minimum.accumulate(spent[::-1])[::-1])
-    knots = thinned(places, spent - places, most=MAX_KNOTS, error=_KNOT_ERROR)
-    rounded_sizes = np.array([rounded(float(size), 6) for size in np.exp(places[knots])])
+    knots = choose_knots(places, spent - places, most=MAX_KNOTS, error=_KNOT_ERROR)
+    rounded_sizes = np.array([to_digits(float(size), 6) for size in np.exp(places[knots])])
     return MeasuredSizes(
         sizes=tuple(rounded_sizes.tolist()),
         factors=tuple((np.maximum.accumulate(np.exp(spent[knots])) / rounded_sizes).tolist()),
@@ -343,25 +345,25 @@ def with_blocks(rates: BlockedRates, rows: Sequence[Measurement]) -> BlockedRate
     return replace(rates, block_flops_per_s=mean_rate(4.0 * queries * data.head_dim * data.prefix / left_s))
 
 
-def fit_latent_section(part: JsonObject, profile: CalibrationProfile) -> Fitted[LatentRates]:
+def fit_latent_section(part: JsonObject, profile: CalibrationProfile) -> FitResult[LatentRates]:
     """Fit both forms of latent attention, each to its source in a recipe. Raises InputError for a bad source."""
     part.only(FORMS)
     return fit_latent({form: part.text(form) for form in FORMS if part.has(form)}, load_gpu(profile.gpu))
 
 
-def fit_latent(sources: Mapping[LatentForm, str], gpu: GpuSpec) -> Fitted[LatentRates]:
+def fit_latent(sources: Mapping[LatentForm, str], gpu: GpuSpec) -> FitResult[LatentRates]:
     """Fit each form of DeepSeek-V3's calls as a flash kernel; the stated errors are those of the expanded form.
 
     Only kernels that skip masked blocks are fitted: calls without a prefix do not show the cost of masked blocks. Calls
     of one query are not fitted: engines have separate kernels for decoding.
     """
     causal = [name for name, preset in PRESETS.items() if preset.structure["causal"]]
-    fits: dict[LatentForm, Fitted[FlashRates]] = {}
+    fits: dict[LatentForm, FitResult[FlashRates]] = {}
     for form, source in sources.items():
         rows = [row for row in read_latent(source, form, "recipes") if (row.chunk or 0) > 1 and row.batch == 1]
         fits[form] = _best_flash(rows, gpu, causal)
     expanded, absorbed = fits["expanded"], fits.get("absorbed")
-    return Fitted(
+    return FitResult(
         rates=LatentRates(expanded=expanded.rates, absorbed=None if absorbed is None else absorbed.rates),
         source="; ".join(f"{one.source} ({form})" for form, one in fits.items()),
         own=expanded.own,

@@ -11,15 +11,15 @@ from calibrate.data import ELEMENTWISE, Measurement, Some
 from calibrate.fit.fit import (
     Constants,
     Fit,
-    Fitted,
+    FitResult,
     Parameter,
     column,
     has_waves,
     mean_rate,
-    rounded,
     seen_of,
     solve,
     sources_of,
+    to_digits,
 )
 from kvrsim.engine import HostRates
 from kvrsim.hardware import GpuSpec
@@ -41,7 +41,7 @@ _UNMASKED = "flash"  # a kernel that takes no mask
 
 def fit_elementwise(
     rows: Sequence[Measurement], gpu: GpuSpec, *, fused: bool, kernels: Mapping[str, int] | None = None
-) -> Fitted[ElementwiseRates]:
+) -> FitResult[ElementwiseRates]:
     """Fit one rate per kind, at most the datasheet's memory bandwidth, and one start time for all, at least 0.
 
     Without cache_append rows, a copy has the rate of a residual addition; other kinds with too few rows have the
@@ -71,7 +71,7 @@ def fit_elementwise(
         weighted=True,
     )
     rates = {op: fit.constants.get(op, fit.constants.get(_LIKE.get(op, op), hbm)) for op in ELEMENTWISE_OPS}
-    return Fitted(
+    return FitResult(
         rates=ElementwiseRates(fused=fused, fused_merge=False, start_s=fit.constants["start_s"], **rates),
         source=sources_of(rows),
         own=fit.own,
@@ -105,13 +105,13 @@ def fit_host(
     runtime's ring.
     """
     seconds = column(layers, "expected_s")
-    mape = rounded(float(np.mean(np.abs(seconds / np.median(seconds) - 1))))
+    mape = to_digits(float(np.mean(np.abs(seconds / np.median(seconds) - 1))))
     operation = OperationFit(
         source="; ".join(sorted({row.source for row in layers})),
         num_rows=len(layers) + len(gathers) + len(messages),
         mape=mape,
         cross_validated_mape=mape,
-        log_sd=rounded(max(float(np.std(np.log(seconds))), _LEAST_LOG_SD)),
+        log_sd=to_digits(max(float(np.std(np.log(seconds))), _LEAST_LOG_SD)),
         seen={},
     )
     message_s = float(np.median(column(messages, "expected_s"))) if messages else 0.0
@@ -119,10 +119,10 @@ def fit_host(
     if gathers:
         piece_s = _GATHERS * float(np.median(column(gathers, "median_s") / column(gathers, "ranks")))
     rates = HostRates(
-        layer_s=rounded(float(np.median(seconds))),
-        gather_piece_s=rounded(piece_s),
+        layer_s=to_digits(float(np.median(seconds))),
+        gather_piece_s=to_digits(piece_s),
         resume_s=0.0,
-        message_s=rounded(message_s),
+        message_s=to_digits(message_s),
     )
     return rates, operation
 
@@ -139,7 +139,7 @@ def fit_pending_share(rows: Sequence[Measurement]) -> float:
     alone = {shape(row): row.expected_s for row in rows if row.operation == "layer_alone"}
     pending = [row for row in rows if row.operation == "layer_pending" and shape(row) in alone]
     lost = [1.0 - alone[shape(row)] / row.expected_s for row in pending]
-    return rounded(float(np.clip(np.median(lost), 0.0, 0.9))) if lost else 0.0
+    return to_digits(float(np.clip(np.median(lost), 0.0, 0.9))) if lost else 0.0
 
 
 def fit_prepare(rows: Sequence[Measurement]) -> tuple[float, float]:
@@ -150,7 +150,7 @@ def fit_prepare(rows: Sequence[Measurement]) -> tuple[float, float]:
     masked = np.array([row.kernel != _UNMASKED for row in rows])
     elements = np.where(masked, chunk * (chunk + column(rows, "prefix")), 0.0)
     if len(set(elements.tolist())) == 1:
-        return rounded(float(np.median(seconds))), 0.0  # no mask was measured
+        return to_digits(float(np.median(seconds))), 0.0  # no mask was measured
     longest_s = float(seconds.max())
     parameters = (
         Parameter(name="step_s", start=float(seconds.min()), low=0.0, high=longest_s),

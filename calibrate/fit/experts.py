@@ -15,12 +15,12 @@ from calibrate.fit.fit import (
     Comparison,
     Constants,
     Fit,
-    Fitted,
+    FitResult,
     Parameter,
     log_ratio,
     root_mean_square,
-    rounded,
     span_of,
+    to_digits,
 )
 from calibrate.fit.gemm import burst_seconds, peak_of
 from calibrate.importers.aiconfigurator import HALF, ExpertRows, read_experts
@@ -39,7 +39,7 @@ _LONG = 1024  # minimum number of tokens of a row in the comparison of engines
 _SEEN = ("tokens", "hidden_size", "intermediate_size", "num_experts", "num_experts_per_tok")
 
 
-def fit_experts_section(recipe: JsonObject, profile: CalibrationProfile) -> Fitted[ExpertRates]:
+def fit_experts_section(recipe: JsonObject, profile: CalibrationProfile) -> FitResult[ExpertRates]:
     """Fit the tables and types listed in a recipe's "sources"; compare with the tables listed in "compare"."""
     recipe.only(("sources", "compare"))
     tables = []
@@ -52,7 +52,7 @@ def fit_experts_section(recipe: JsonObject, profile: CalibrationProfile) -> Fitt
 
 def fit_experts(
     tables: Sequence[ExpertRows], profile: CalibrationProfile, others: Sequence[ExpertRows] = ()
-) -> Fitted[ExpertRates]:
+) -> FitResult[ExpertRates]:
     """Fit the rates of all types, half precision included. `others`: rows of other engines, for the systematic error.
 
     Raises InputError where a type is missing or appears twice.
@@ -70,11 +70,11 @@ def fit_experts(
         labels = rows.shapes if by_model else list(zip(rows.shapes, rows.tp_size.tolist(), strict=True))
         held_out.append(fit.left_out(what, labels))
     rates = {rows.kind: fit.rates for rows, fit in zip(data, fits, strict=True)}
-    return Fitted(
+    return FitResult(
         rates=ExpertRates(half=rates.pop(HALF), types={kind: rates[kind] for kind in GEMM_TYPES if kind in rates}),
         source="; ".join(sorted({rows.source for rows in data})),
-        own=Comparison.joined("as shipped", [fit.own for fit in fits]),
-        cross_validated=Comparison.joined("models left out", held_out),
+        own=Comparison.join("as shipped", [fit.own for fit in fits]),
+        cross_validated=Comparison.join("models left out", held_out),
         systematic_log_sd=_systematic_log_sd(data, [_of_one_gpu(rows, profile) for rows in others]),
         seen={name: span_of([getattr(rows, name) for rows in data]) for name in _SEEN},
     )
@@ -95,7 +95,7 @@ def _fit(rows: ExpertRows, gpu: GpuSpec) -> Fit[GroupedRates]:
 
     def rates(values: Constants) -> GroupedRates:
         constants = {name: value for name, value in values.items() if name != "share"}
-        return GroupedRates(flops_per_s=rounded(values["share"] * peak), **constants)
+        return GroupedRates(flops_per_s=to_digits(values["share"] * peak), **constants)
 
     return Fit(
         label=rows.kind,
@@ -129,7 +129,7 @@ def _systematic_log_sd(data: Sequence[ExpertRows], others: Sequence[ExpertRows])
         medians = [median for other in same for median in log_ratio(_by_call(rows), _by_call(other))]
         of_types.append(root_mean_square(medians))
     log_sds = [one for one in of_types if one is not None]
-    return rounded(float(np.median(log_sds))) if log_sds else None
+    return to_digits(float(np.median(log_sds))) if log_sds else None
 
 
 def _by_call(rows: ExpertRows) -> dict[Hashable, float]:

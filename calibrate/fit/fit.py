@@ -78,7 +78,7 @@ def solve(
     def named(values: Array) -> dict[str, float]:
         return {one.name: one.decode(value) for one, value in zip(parameters, values.tolist(), strict=True)}
 
-    def solved(start: Array, rows: Some, max_steps: int) -> Any:
+    def minimum(start: Array, rows: Some, max_steps: int) -> Any:
         scale = 1.0 if weights is None else np.sqrt(weights[rows] / np.mean(weights))
         return least_squares(
             lambda values: scale * (np.log(predict(named(values), rows)) - log_measured[rows]),
@@ -91,7 +91,7 @@ def solve(
         )
 
     def best(starting: Sequence[Array], rows: Some, max_steps: int, count: int) -> list[Array]:
-        results = [solved(start, rows, max_steps) for start in starting]
+        results = [minimum(start, rows, max_steps) for start in starting]
         return [np.asarray(one.x) for one in sorted(results, key=lambda one: float(one.cost))[:count]]
 
     starting = [first]
@@ -102,7 +102,7 @@ def solve(
         starting = best([first, *others], rows, _TRIAL_STEPS, _BEST_STARTS)
     [values] = best(starting, np.arange(len(measured_s)), _MAX_STEPS, 1)
     results = named(values)
-    return {one.name: min(rounded(results[one.name]), one.high) for one in parameters}
+    return {one.name: min(to_digits(results[one.name]), one.high) for one in parameters}
 
 
 def cross_validated_s(labels: Iterable[Hashable], predict: Callable[[Some, Some], Array], count: int = _FOLDS) -> Array:
@@ -146,18 +146,18 @@ class Fit(Generic[Rates]):
     @cached_property
     def constants(self) -> dict[str, float]:
         """Constants of the fit to all rows."""
-        return self.solved(self.every, self.measured_s)
+        return self.constants_of(self.every, self.measured_s)
 
     @cached_property
     def rates(self) -> Rates:
         """Rates of the fit to all rows."""
         return self.make(self.constants)
 
-    def fitted(self, some: Some) -> Rates:
+    def rates_of(self, some: Some) -> Rates:
         """Rates fitted to some of the rows."""
-        return self.make(self.solved(some, self.measured_s[some], warm=self.warm))
+        return self.make(self.constants_of(some, self.measured_s[some], warm=self.warm))
 
-    def solved(self, some: Some, seconds: Array, *, warm: bool = False) -> dict[str, float]:
+    def constants_of(self, some: Some, seconds: Array, *, warm: bool = False) -> dict[str, float]:
         """Constants fitted to given seconds of some of the rows."""
         parameters = self.parameters
         if warm:
@@ -182,7 +182,7 @@ class Fit(Generic[Rates]):
 
     def left_out(self, what: str, labels: Iterable[Hashable]) -> Comparison:
         """Predictions of each row by a fit without the rows of the same label."""
-        predicted = cross_validated_s(labels, lambda train, test: self.seconds(self.fitted(train), test))
+        predicted = cross_validated_s(labels, lambda train, test: self.seconds(self.rates_of(train), test))
         return self.compare(f"{what} left out", predicted)
 
 
@@ -207,7 +207,7 @@ class Comparison:
     predicted_s: Array
 
     @classmethod
-    def joined(cls, label: str, parts: Sequence[Comparison]) -> Comparison:
+    def join(cls, label: str, parts: Sequence[Comparison]) -> Comparison:
         """The rows of all parts."""
         return cls(
             label=label,
@@ -229,15 +229,15 @@ class Comparison:
         return Errors(
             label=self.label,
             num_rows=len(error),
-            mape=rounded(float(np.mean(np.abs(error)))),
-            median_ape=rounded(float(np.median(np.abs(error)))),
-            bias=rounded(float(np.mean(error))),
-            log_sd=rounded(float(np.percentile(np.abs(np.log1p(error)), 80)) / DEVIATES_OF_80_PERCENT),
+            mape=to_digits(float(np.mean(np.abs(error)))),
+            median_ape=to_digits(float(np.median(np.abs(error)))),
+            bias=to_digits(float(np.mean(error))),
+            log_sd=to_digits(float(np.percentile(np.abs(np.log1p(error)), 80)) / DEVIATES_OF_80_PERCENT),
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Fitted(Generic[Rates]):
+class FitResult(Generic[Rates]):
     """Rates of one kind of operation, and how well they are known."""
 
     rates: Rates
@@ -300,7 +300,7 @@ def has_waves(gpu: GpuSpec) -> bool:
     return gpu.num_sms >= _LEAST_SMS
 
 
-def thinned(places: Array, values: Array, *, most: int, error: float) -> list[int]:
+def choose_knots(places: Array, values: Array, *, most: int, error: float) -> list[int]:
     """Indices of at most `most` knots, between which linear interpolation is within `error` of all values.
 
     Knots are added one at a time, where the interpolation is worst.
@@ -315,14 +315,14 @@ def thinned(places: Array, values: Array, *, most: int, error: float) -> list[in
     return knots
 
 
-def rounded(value: float, digits: int = 4) -> float:
+def to_digits(value: float, digits: int = 4) -> float:
     """Round to `digits` significant digits, as profiles are written."""
     return float(f"{value:.{digits}g}")
 
 
 def mean_rate(rates: Array) -> float:
     """The geometric mean."""
-    return rounded(float(np.exp(np.log(rates).mean())))
+    return to_digits(float(np.exp(np.log(rates).mean())))
 
 
 def log_ratio(own: Mapping[Hashable, float], other: Mapping[Hashable, float], least: int = 20) -> list[float]:

@@ -23,25 +23,25 @@ from calibrate.fit.fit import (
     Comparison,
     Constants,
     Fit,
-    Fitted,
+    FitResult,
     Parameter,
+    choose_knots,
     column,
     cross_validated_s,
     dtypes_of,
     element_bytes_of,
     has_waves,
     peak_flops,
-    rounded,
     seen_of,
     solve,
     sources_of,
-    thinned,
+    to_digits,
 )
 from calibrate.importers import read_source
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec, load_gpu
 from kvrsim.io.schema import JsonObject
-from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Tile, Width, merged
+from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Tile, Width, join_products
 from kvrsim.kernels.profile import CalibrationProfile, Clock
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.load import builtin_models, load_model
@@ -91,7 +91,7 @@ _ITERATIONS = 12  # number of iterations in burst_seconds
 Shape = tuple[int, int]  # in_features, out_features
 
 
-def fit_gemm(rows: Sequence[Measurement], gpu: GpuSpec, *, keep_shapes: Collection[Shape] = ()) -> Fitted[GemmRates]:
+def fit_gemm(rows: Sequence[Measurement], gpu: GpuSpec, *, keep_shapes: Collection[Shape] = ()) -> FitResult[GemmRates]:
     """Fit constants to products, none faster than the datasheet; add tables of the measured `keep_shapes`.
 
     `cross_validated` is the error of the form without tables, for a model of other shapes: shapes are held out, or,
@@ -104,7 +104,7 @@ def fit_gemm(rows: Sequence[Measurement], gpu: GpuSpec, *, keep_shapes: Collecti
     sources = [row.source for row in rows]
     by_model = len(set(sources)) > 2
     held_out = fit.left_out("models", sources) if by_model else fit.left_out("shapes", data.shapes)
-    return Fitted(
+    return FitResult(
         rates=rates,
         source=sources_of(rows),
         own=Comparison(label="as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates)),
@@ -116,7 +116,7 @@ def fit_gemm(rows: Sequence[Measurement], gpu: GpuSpec, *, keep_shapes: Collecti
 
 def fit_gemm_type(
     rows: Sequence[Measurement], gpu: GpuSpec, kind: str, *, keep_shapes: Collection[Shape] = ()
-) -> Fitted[GemmRates]:
+) -> FitResult[GemmRates]:
     """Fit one of GEMM_TYPES, with small tables of the `keep_shapes`. Rows are thinned evenly by time."""
     by_time = sorted(rows, key=lambda row: row.expected_s)
     data = GemmRows.of(by_time)
@@ -125,7 +125,7 @@ def fit_gemm_type(
     rates = with_tables(form, data, keep_shapes, TYPE_KNOTS)
     own = Comparison(label=f"{kind}, as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates))
     alone = Comparison(label=f"{kind}, form alone", measured_s=data.seconds, predicted_s=data.form_s(form))
-    return Fitted(
+    return FitResult(
         rates=rates,
         source=sources_of(by_time),
         own=own,
@@ -134,18 +134,18 @@ def fit_gemm_type(
     )
 
 
-def fit_types_section(part: JsonObject, profile: CalibrationProfile) -> Fitted[Mapping[str, GemmRates]]:
+def fit_types_section(part: JsonObject, profile: CalibrationProfile) -> FitResult[Mapping[str, GemmRates]]:
     """Fit a recipe's types of products, each from its own source."""
     gpu, fits = load_gpu(profile.gpu), {}
     for kind in part.fields:
         rows = usable_gemm(read_source(part.text(kind), "recipes"), (kind,))
         fits[kind] = fit_gemm_type(at_burst(rows, profile.kernels.clock), gpu, kind, keep_shapes=builtin_shapes())
     each = list(fits.values())
-    return Fitted(
+    return FitResult(
         rates={**profile.kernels.gemm_types, **{kind: one.rates for kind, one in fits.items()}},
         source="; ".join(one.source for one in each),
-        own=Comparison.joined("as shipped", [one.own for one in each]),
-        cross_validated=Comparison.joined("form alone", [one.cross_validated for one in each]),
+        own=Comparison.join("as shipped", [one.own for one in each]),
+        cross_validated=Comparison.join("form alone", [one.cross_validated for one in each]),
         seen=each[0].seen,
     )
 
@@ -189,7 +189,7 @@ def head_bytes_per_s(rows: Sequence[Measurement], gpu: GpuSpec) -> float | None:
     if not rows:
         return None
     nbytes = column(rows, "in_features") * column(rows, "out_features") * element_bytes_of(rows)
-    return min(rounded(float(np.median(nbytes / column(rows, "expected_s")))), gpu.hbm_bytes_per_s)
+    return min(to_digits(float(np.median(nbytes / column(rows, "expected_s")))), gpu.hbm_bytes_per_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -272,12 +272,12 @@ def _rates(values: Constants, gpu: GpuSpec, tiles: Sequence[tuple[int, int]], pe
     """Make the rates. `values` has shares of the datasheet's rate, GemmRates shares of the best tile's rate."""
     shares = [values[f"share_{index}"] for index in range(len(tiles))]
     return GemmRates(
-        flops_per_s=rounded(max(shares) * peak),
+        flops_per_s=to_digits(max(shares) * peak),
         bytes_per_s=values["bytes_per_s"],
         launch_s=values["launch_s"],
         concurrent_tiles=gpu.num_sms,
         tiles=tuple(
-            Tile(rows=height, cols=width, flops_share=rounded(share / max(shares)), start_s=values[f"start_{index}"])
+            Tile(rows=height, cols=width, flops_share=to_digits(share / max(shares)), start_s=values[f"start_{index}"])
             for index, ((height, width), share) in enumerate(zip(tiles, shares, strict=True))
         ),
     )
@@ -293,8 +293,8 @@ def _prune(rates: GemmRates, rows: GemmRows) -> GemmRates:
     best = max(tile.flops_share for tile in tiles)
     return replace(
         rates,
-        flops_per_s=rounded(rates.flops_per_s * best),
-        tiles=tuple(replace(tile, flops_share=rounded(tile.flops_share / best)) for tile in tiles),
+        flops_per_s=to_digits(rates.flops_per_s * best),
+        tiles=tuple(replace(tile, flops_share=to_digits(tile.flops_share / best)) for tile in tiles),
     )
 
 
@@ -336,13 +336,13 @@ def _table(form: GemmRates, shape: Shape, rows: GemmRows, most: int) -> Measured
         return None
     at_end = {end: rows.tokens == end for end in knots}
     logs = np.array([np.median(errors[mask if mask.any() else ends == end]) for end, mask in at_end.items()])
-    points = thinned(np.log(knots), logs, most=most, error=_KNOT_ERROR)
+    points = choose_knots(np.log(knots), logs, most=most, error=_KNOT_ERROR)
     seconds = form.form_s(knots[points], Product(*shape), rows.element_bytes) * np.exp(logs[points])
     return MeasuredShape(
         in_features=shape[0],
         out_features=shape[1],
         rows=tuple(int(knot) for knot in knots[points]),
-        seconds=tuple(rounded(float(value)) for value in seconds),
+        seconds=tuple(to_digits(float(value)) for value in seconds),
     )
 
 
@@ -357,12 +357,12 @@ def model_shapes(name: str) -> Iterator[Shape]:
         dense: tuple[Sequence[Gemm], ...] = () if layer.num_experts else (layer.mlp,)
         mixer = () if layer.mixer is None else (layer.mixer.projections, *((gemm,) for gemm in layer.mixer.output))
         for gemms in (*mixer, *dense):
-            for product in merged([Product(gemm.in_features, gemm.out_features) for gemm in gemms]):
+            for product in join_products([Product(gemm.in_features, gemm.out_features) for gemm in gemms]):
                 yield product.in_features, product.out_features
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FittedClock:
+class ClockFit:
     """A clock, and the rows that it was fitted to."""
 
     clock: Clock
@@ -376,7 +376,7 @@ class FittedClock:
         return f"{share:.1%} of the burst rate after long load, time constant {1e3 * tau:.0f} ms; {of}: {self.source}"
 
 
-def fit_clock(rows: Sequence[Measurement], gpu: GpuSpec) -> FittedClock | None:
+def fit_clock(rows: Sequence[Measurement], gpu: GpuSpec) -> ClockFit | None:
     """Fit the clock to half-precision products with known loops; None if there are too few, or if they show no fall.
 
     Rows of several sources may have loops of different length, which separates an effect of time from one of size. Each
@@ -409,7 +409,7 @@ def fit_clock(rows: Sequence[Measurement], gpu: GpuSpec) -> FittedClock | None:
     )
     if solved["sustained_share"] > _MOST_SUSTAINED or solved["time_constant_s"] >= _LONGEST_S:
         return None
-    return FittedClock(clock=_clock(solved), source=sources_of(products), num_rows=len(products))
+    return ClockFit(clock=_clock(solved), source=sources_of(products), num_rows=len(products))
 
 
 def _clock(values: Constants) -> Clock:
@@ -434,7 +434,7 @@ def at_burst(rows: Sequence[Measurement], clock: Clock | None) -> list[Measureme
     measured_s = column(timed, "expected_s")
     burst_s = burst_seconds(measured_s, column(timed, "warmups"), column(timed, "repeats"), clock)
     factors = iter((burst_s / measured_s).tolist())
-    return [row.scaled(next(factors)) if row.has_loop else row for row in rows]
+    return [row.times(next(factors)) if row.has_loop else row for row in rows]
 
 
 def burst_seconds(measured_s: Array, warmups: Array, repeats: Array, clock: Clock | None) -> Array:
@@ -456,5 +456,5 @@ class _Loops(Columns):
 
     def mean_s(self, clock: Clock, busy_s: Array) -> Array:
         """Mean seconds that a loop measures for an operation of `busy_s` seconds at the burst clock."""
-        before_s = clock.stretched_s(self.warmups * busy_s)
-        return (clock.stretched_s((self.warmups + self.repeats) * busy_s) - before_s) / self.repeats
+        before_s = clock.loaded_s(self.warmups * busy_s)
+        return (clock.loaded_s((self.warmups + self.repeats) * busy_s) - before_s) / self.repeats

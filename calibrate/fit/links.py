@@ -12,15 +12,15 @@ from calibrate.data import RING, Measurement, Some
 from calibrate.fit.fit import (
     Comparison,
     Fit,
-    Fitted,
+    FitResult,
     Parameter,
     Rates,
+    choose_knots,
     column,
     cross_validated_s,
-    rounded,
     seen_of,
     sources_of,
-    thinned,
+    to_digits,
 )
 from kvrsim.hardware import AllReduceRates, GatherRates, LinkSpec, MeasuredAllReduce
 from kvrsim.program import Array
@@ -44,7 +44,7 @@ class SendRates:
         return np.maximum(self.latency_s + nbytes / self.short_bytes_per_s, nbytes / self.bandwidth_bytes_per_s)
 
 
-def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRates]:
+def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> FitResult[SendRates]:
     """Fit a latency and two rates to messages inside a node; the bandwidth is at most the datasheet's.
 
     `cross_validated` holds out a tenth of the sizes at a time.
@@ -66,7 +66,7 @@ def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[SendRat
     return _fit_of(messages, fit.rates, fit.own, fit.left_out("sizes", nbytes.tolist()))
 
 
-def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[GatherRates]:
+def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> FitResult[GatherRates]:
     """Fit GatherRates to the all-gathers of the fastest kernel inside a node, with rates at most the datasheet's.
 
     `cross_validated` holds out a tenth of the sizes at a time.
@@ -100,7 +100,7 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> Fitted[Gather
     return _fit_of(calls, fit.rates, fit.own, held_out, why=why, gathers=True)
 
 
-def fit_all_reduce(rows: Sequence[Measurement]) -> Fitted[AllReduceRates]:
+def fit_all_reduce(rows: Sequence[Measurement]) -> FitResult[AllReduceRates]:
     """Make tables of the all-reduces inside a node: at each size the fastest kernel, as engines choose.
 
     If one of the kernels is a ring of sends, all sizes take the kernel that is faster at large sizes, as the runtime
@@ -135,13 +135,13 @@ def fit_all_reduce(rows: Sequence[Measurement]) -> Fitted[AllReduceRates]:
 
 def _table(num_gpus: int, sizes: Array, seconds: Array) -> MeasuredAllReduce:
     times = np.minimum.accumulate(seconds[::-1])[::-1]  # seconds never fall with the size
-    latency_s = rounded(_LATENCY_SHARE * float(times[0]))
-    knots = thinned(np.log(sizes), np.log(times - latency_s), most=len(times), error=_KNOT_ERROR)
+    latency_s = to_digits(_LATENCY_SHARE * float(times[0]))
+    knots = choose_knots(np.log(sizes), np.log(times - latency_s), most=len(times), error=_KNOT_ERROR)
     return MeasuredAllReduce(
         num_gpus=num_gpus,
         latency_s=latency_s,
         nbytes=tuple(int(size) for size in sizes[knots]),
-        bytes_per_s=tuple(rounded(float(rate)) for rate in sizes[knots] / (times[knots] - latency_s)),
+        bytes_per_s=tuple(to_digits(float(rate)) for rate in sizes[knots] / (times[knots] - latency_s)),
     )
 
 
@@ -153,9 +153,9 @@ def _fit_of(
     *,
     why: str = "",
     gathers: bool = False,
-) -> Fitted[Rates]:
+) -> FitResult[Rates]:
     """Make the result. `why`: a note on the kernel; `gathers`: whether to note the algorithm of all-gathers."""
-    return Fitted(
+    return FitResult(
         rates=rates,
         source=sources_of(rows) + why,
         own=own,

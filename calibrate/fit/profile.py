@@ -16,14 +16,14 @@ from calibrate.fit import attention, elementwise, gemm
 from calibrate.fit.fit import (
     HALF,
     Errors,
-    Fitted,
+    FitResult,
     column,
     dtypes_of,
     has_waves,
     log_ratio,
     root_mean_square,
-    rounded,
     span_of,
+    to_digits,
 )
 from calibrate.fit.links import fit_all_gather, fit_all_reduce, fit_send_recv, usable_link_rows
 from calibrate.fit.report import TITLES, FitReport, compare_layers
@@ -84,7 +84,7 @@ class Label:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AssumedElementwise:
+class ElementwiseAssumption:
     """Element-wise kernels without measurements: all have the same share of the memory's bandwidth."""
 
     hbm_share: PositiveShare  # share of the datasheet's bytes per second
@@ -103,7 +103,7 @@ class FitChoices:
     keep_shapes: Collection[gemm.Shape] | None = None
     others: Sequence[Measurement] = ()  # other tables of the same GPU: for the clock and for the systematic error
     hidden_size: tuple[int, int] | None = None  # hidden sizes for which the profile is valid; None: as measured
-    elementwise: AssumedElementwise | None = None  # assumption that replaces measured element-wise kernels
+    elementwise: ElementwiseAssumption | None = None  # assumption that replaces measured element-wise kernels
 
 
 def fit_profile(
@@ -175,7 +175,7 @@ def fit_profile(
 def _run_to_run_log_sd(rows: Sequence[Measurement]) -> float | None:
     """Run-to-run variation of whole layers, not averaged over layers: drift affects all layers of a prefill alike."""
     spreads = [row.spread_s / row.median_s for row in rows if row.operation == "layer" and row.spread_s is not None]
-    return rounded(float(np.median(spreads)) / QUARTILE_RANGE_SD) if spreads else None
+    return to_digits(float(np.median(spreads)) / QUARTILE_RANGE_SD) if spreads else None
 
 
 def provenance_of(rows: Sequence[Measurement]) -> dict[str, str]:
@@ -287,7 +287,7 @@ class _OperationFits:
         return by_form
 
     @cached_property
-    def fitted_clock(self) -> gemm.FittedClock | None:
+    def fitted_clock(self) -> gemm.ClockFit | None:
         """The GPU's clock under load; None if the rows do not determine it."""
         return gemm.fit_clock([*self.usable["gemm"], *self.choices.others], self.gpu) if has_waves(self.gpu) else None
 
@@ -315,18 +315,18 @@ class _OperationFits:
         self.used += rows
         return rows
 
-    def record(self, kind: str, usable: Sequence[Measurement], fitted: Fitted[Any]) -> Any:
+    def record(self, kind: str, usable: Sequence[Measurement], fitted: FitResult[Any]) -> Any:
         """Record a fit and return its rates. A poor fit gives a note for rows of this machine, else an InputError."""
         self._check_error(kind, fitted)
         self.lines[kind] = [*fitted.lines(), *self.lines.get(kind, ())]
         systematic = systematic_log_sd(kind, usable, self.choices.others)
         self.operations[kind] = replace(
-            fitted.operation, systematic_log_sd=None if systematic is None else rounded(systematic)
+            fitted.operation, systematic_log_sd=None if systematic is None else to_digits(systematic)
         )
         self.used += usable
         return fitted.rates
 
-    def _check_error(self, kind: str, fitted: Fitted[Any]) -> None:
+    def _check_error(self, kind: str, fitted: FitResult[Any]) -> None:
         median_ape = fitted.own.errors().median_ape
         if median_ape <= MAX_MEDIAN_ERROR:
             return
@@ -442,7 +442,7 @@ class _OperationFits:
             pending_share=elementwise.fit_pending_share(pending) if has_waves(self.gpu) else 0.0,
         )
 
-    def _link(self, kind: str, fit: Callable[[Sequence[Measurement], LinkSpec], Fitted[Any]]) -> Any:
+    def _link(self, kind: str, fit: Callable[[Sequence[Measurement], LinkSpec], FitResult[Any]]) -> Any:
         """The rates of a kind of transfer; None without rows or with a poor fit."""
         usable = self.usable[kind]
         if not usable:
@@ -470,7 +470,7 @@ class _OperationFits:
             self.operations["host"] = _assumption("set by hand, not measured", _HAND_LOG_SD)
             return DEFAULT_HOST
         rates, self.operations["host"] = elementwise.fit_host(layers, gathers, messages)
-        return replace(rates, prepare_s=rounded(float(np.median(column(before, "expected_s"))))) if before else rates
+        return replace(rates, prepare_s=to_digits(float(np.median(column(before, "expected_s"))))) if before else rates
 
     def valid(self, most_ranks: int) -> ValidRange:
         """The measured ranges; hidden sizes are those of square matrices.

@@ -8,13 +8,13 @@ from typing import TypeVar
 from calibrate.fit.fit import (
     Comparison,
     Fit,
-    Fitted,
+    FitResult,
     Parameter,
     log_ratio,
     peak_flops,
     root_mean_square,
-    rounded,
     span_of,
+    to_digits,
 )
 from calibrate.importers.aiconfigurator import TABLES, RecurrenceRows, read_recurrence
 from kvrsim.hardware import GpuSpec, load_gpu
@@ -32,7 +32,7 @@ _SEEN = ("tokens", "num_key_heads", "num_value_heads", "key_head_dim", "value_he
 Rates = TypeVar("Rates", ScanRates, ConvolutionRates)
 
 
-def fit_recurrence_section(part: JsonObject, profile: CalibrationProfile) -> Fitted[RecurrenceRates]:
+def fit_recurrence_section(part: JsonObject, profile: CalibrationProfile) -> FitResult[RecurrenceRates]:
     """Fit a recipe's source of each kind and compare other tables. Raises InputError for unknown names."""
     part.only((*TABLES, _COMPARED))
     others = part.child(_COMPARED) if part.has(_COMPARED) else JsonObject(fields={}, where=part.where)
@@ -45,7 +45,7 @@ def fit_recurrence_section(part: JsonObject, profile: CalibrationProfile) -> Fit
 
 def fit_recurrence(
     rows: Mapping[str, RecurrenceRows], gpu: GpuSpec, others: Sequence[RecurrenceRows] = ()
-) -> Fitted[RecurrenceRates]:
+) -> FitResult[RecurrenceRates]:
     """Fit rates of each kind to calls of one sequence of at least a chunk; stated errors are those of scans.
 
     `cross_validated` holds out head counts. `others`: other tables of the same GPU, which are not fitted.
@@ -63,15 +63,14 @@ def fit_recurrence(
         rates[kind] = KindRates(scan=fit.rates, convolution=convolution.rates)
     ratios = [log_ratio(_by_shape(scans[table.kind]), _by_shape(_scans(table)), least=1) for table in others]
     systematic = root_mean_square([median for medians in ratios for median in medians])
-    return Fitted(
+    return FitResult(
         rates=RecurrenceRates(
-            kinds=rates,
-            alike_log_sd=Comparison.joined("", swapped).errors().log_sd if swapped else _UNKNOWN_ALIKE_LOG_SD,
+            kinds=rates, alike_log_sd=Comparison.join("", swapped).errors().log_sd if swapped else _UNKNOWN_ALIKE_LOG_SD
         ),
         source="; ".join(of_kind.source for of_kind in rows.values()),
-        own=Comparison.joined("scans, fitted", [fit.own for fit in fits.values()]),
-        cross_validated=Comparison.joined("scans, head counts left out", held_out),
-        systematic_log_sd=None if systematic is None else rounded(systematic),
+        own=Comparison.join("scans, fitted", [fit.own for fit in fits.values()]),
+        cross_validated=Comparison.join("scans, head counts left out", held_out),
+        systematic_log_sd=None if systematic is None else to_digits(systematic),
         seen={name: span_of([getattr(of_kind, name) for of_kind in scans.values()]) for name in _SEEN},
     )
 

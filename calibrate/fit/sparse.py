@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from calibrate.data import Some
-from calibrate.fit.fit import Comparison, Constants, Fit, Fitted, Parameter, peak_flops, rounded, span_of
+from calibrate.fit.fit import Comparison, Constants, Fit, FitResult, Parameter, peak_flops, span_of, to_digits
 from calibrate.importers.aiconfigurator import SparseRows, read_module
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec, load_gpu
@@ -69,20 +69,20 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
 )
 
 
-def fit_sparse_section(part: JsonObject, profile: CalibrationProfile) -> Fitted[SparseRates]:
+def fit_sparse_section(part: JsonObject, profile: CalibrationProfile) -> FitResult[SparseRates]:
     """Fit each kind to its source in a recipe. Raises InputError for an invalid recipe or source."""
     part.only(tuple(_KINDS))
     fits = {kind: fit_modules(kind, part.text(kind), profile) for kind in _KINDS if part.has(kind)}
-    return Fitted(
+    return FitResult(
         rates=SparseRates(**{kind: one.rates for kind, one in fits.items()}),
         source="; ".join(sorted({one.source for one in fits.values()})),
-        own=Comparison.joined("all, fitted", [one.own for one in fits.values()]),
-        cross_validated=Comparison.joined("all, contexts left out", [one.cross_validated for one in fits.values()]),
+        own=Comparison.join("all, fitted", [one.own for one in fits.values()]),
+        cross_validated=Comparison.join("all, contexts left out", [one.cross_validated for one in fits.values()]),
         seen={name: span_of([np.array([one.seen[name] for one in fits.values()])]) for name in ("chunk", "context")},
     )
 
 
-def fit_modules(kind: str, source: str, profile: CalibrationProfile) -> Fitted[SparseKernels]:
+def fit_modules(kind: str, source: str, profile: CalibrationProfile) -> FitResult[SparseKernels]:
     """Fit the time of one kind of module without its products; stated errors are those of whole modules.
 
     Raises InputError as read_modules does.
@@ -107,7 +107,7 @@ def fit_modules(kind: str, source: str, profile: CalibrationProfile) -> Fitted[S
         noise=_NOISE,
         warm=True,
     )
-    return Fitted(
+    return FitResult(
         rates=fit.rates,
         source="; ".join(sorted({one.source for one in rows})),
         own=fit.own,
@@ -135,7 +135,7 @@ def _kernels(values: Constants) -> SparseKernels:
         flops_per_s=values["attend"],
         query_keys=values["query_keys"],
         full_queries=values["full_queries"],
-        least_heads=rounded(values["least_heads"]),
+        least_heads=to_digits(values["least_heads"]),
     )
     score = ScoreRates(start_s=0.0, flops_per_s=values["score"], full_heads=values["full_heads"])
     return SparseKernels(score=score, attend=attend)
@@ -190,8 +190,8 @@ def read_modules(kind: str, text: str, argument: str = "measurements") -> list[M
     if not modules:
         raise InputError(argument, text, f"a source with modules of {', '.join(_KINDS[kind].models)}")
     every = max(1, sum(len(one.rows.seconds) for one in modules) // _MOST_ROWS)
-    thinned = [replace(one, rows=one.rows.take(np.arange(len(one.rows.seconds)) % every == 0)) for one in modules]
-    return [one for one in thinned if len(one.rows.seconds)]
+    modules_left = [replace(one, rows=one.rows.take(np.arange(len(one.rows.seconds)) % every == 0)) for one in modules]
+    return [one for one in modules_left if len(one.rows.seconds)]
 
 
 def _mixer(config: str, table: str) -> Any:

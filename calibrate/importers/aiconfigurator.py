@@ -44,7 +44,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from calibrate.data import Columns, Measurement, measured_at
+from calibrate.data import Columns, Measurement, measurement_at
 from kvrsim.errors import InputError
 from kvrsim.kernels.experts import ExpertsCall
 from kvrsim.kernels.gemm import GEMM_TYPES
@@ -119,7 +119,7 @@ def _rows(
 ) -> list[Measurement]:
     """One measurement per device, kernel and shape. `columns`: the table's column by field of Measurement."""
     return [
-        measured_at(
+        measurement_at(
             where,
             operation=operation,
             device=device,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from calibrate.data import MAX_WHOLE, CsvTable, Layout, Measurement, measured_at, typed
+from calibrate.data import MAX_WHOLE, CsvTable, Layout, Measurement, measurement_at, typed
 from kvrsim.io.schema import JsonObject
 
 _ELEMENT_BYTES = 2  # bytes of an fp16 element
@@ -40,7 +40,7 @@ def _read_mlp(table: CsvTable) -> list[Measurement]:
     table.need(("use_gated_mlp", *_LAYER_COLUMNS))
     origin = _origin(table)
     return [
-        measured_at(row.where, kernel=name, dtype="fp16", **origin, **_times(row, name), **fields)
+        measurement_at(row.where, kernel=name, dtype="fp16", **origin, **_times(row, name), **fields)
         for row in map(typed, table.rows)
         for name, fields in _layer(row).items()
     ]
@@ -98,7 +98,7 @@ def _attention(row: JsonObject, origin: Mapping[str, str]) -> Measurement:
     if row.integer("n_embd") % heads:
         raise row.error("n_q_head", "a divisor of n_embd")
     backend = row.text("attention_backend") if row.has("attention_backend") else "attention"
-    return measured_at(
+    return measurement_at(
         row.where,
         operation="attention",
         kernel=backend.removeprefix("AttentionBackend.").lower(),
@@ -118,7 +118,7 @@ def _read_send_recv(table: CsvTable) -> list[Measurement]:
     table.need(("num_workers", "size", "devices_per_node"))
     origin = _origin(table)
     return [
-        measured_at(
+        measurement_at(
             row.where,
             operation="send_recv",
             kernel="nccl",

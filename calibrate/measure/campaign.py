@@ -31,7 +31,7 @@ Point = Any  # a hashable value; its text names the point in messages
 Seconds = Mapping[str, float]  # seconds of one repetition by the name of the timed part
 
 
-class Skipped(KvrsimError):  # noqa: N818 - a signal of the bench, not an error
+class SkippedPoint(KvrsimError):  # noqa: N818 - a signal of the bench, not an error
     """A point cannot be measured here; the message says why."""
 
 
@@ -126,7 +126,7 @@ def measure(campaign: Campaign, budget_s: float, on_progress: OnProgress | None 
                 samples[point].append(bench.sample(point))
                 line = {"point": str(point), "seconds": samples[point][-1], "elapsed_s": monotonic() - began_s}
                 journal.append(line)
-            except Skipped as reason:
+            except SkippedPoint as reason:
                 del samples[point]
                 skipped[str(point)] = str(reason)
 

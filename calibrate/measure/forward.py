@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from calibrate.measure.campaign import Skipped
+from calibrate.measure.campaign import SkippedPoint
 from kvrsim.errors import InputError
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
@@ -119,7 +119,7 @@ class ForwardTimer:
         needed = scores * heads * dtype_bytes(self.setup.dtype)
         free = free_memory()
         if needed > 0.8 * free:
-            raise Skipped(f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
+            raise SkippedPoint(f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
 
     def forward(self, at: Point, *, bare: bool = False, heat: bool = False) -> dict[str, float]:
         """Seconds of the parts, see LayerParts; bare: mark whole layers only. Raises Skipped if memory runs out."""
@@ -135,7 +135,7 @@ class ForwardTimer:
         except torch.OutOfMemoryError:
             gc.collect()
             torch.cuda.empty_cache()
-            raise Skipped("out of the device's memory") from None
+            raise SkippedPoint("out of the device's memory") from None
 
     def _heat(self, model: Any, geometry: Geometry, at: Point) -> None:
         """Run forwards of the point for HEAT_S, until just before the timed one."""

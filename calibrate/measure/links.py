@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from calibrate.data import RING, Measurement
-from calibrate.fit.fit import rounded, sources_of
+from calibrate.fit.fit import sources_of, to_digits
 from calibrate.measure.campaign import Campaign, Seconds
 from calibrate.measure.device import device_name, origin
 from calibrate.measure.ranks import START_S, Flow, LinkRank, LinkSetup, counts_to
@@ -351,7 +351,7 @@ def measured_link(rows: Sequence[Measurement], name: str, argument: str = "measu
     seconds = {nbytes: median(each_s) for nbytes, each_s in sizes.items()}
     return LinkSpec(
         name=name,
-        bandwidth_bytes_per_s=rounded(max(nbytes / one_s for nbytes, one_s in seconds.items())),
-        latency_s=rounded(seconds[min(seconds)]),
+        bandwidth_bytes_per_s=to_digits(max(nbytes / one_s for nbytes, one_s in seconds.items())),
+        latency_s=to_digits(seconds[min(seconds)]),
         source=sources_of(rows),
     )

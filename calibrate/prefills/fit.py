@@ -195,7 +195,7 @@ class Errors:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckedRow:
+class RowCheck:
     """One measured prefill and its prediction."""
 
     case: str  # description of the case
@@ -219,7 +219,7 @@ class CheckedRow:
 class PrefillCheck:
     """All checked rows, with their errors."""
 
-    rows: tuple[CheckedRow, ...]
+    rows: tuple[RowCheck, ...]
 
     @property
     def errors(self) -> Errors:
@@ -248,7 +248,7 @@ def check_prefills(
         predicted_s = case.ttft_s()
         span = interval_of(case.scenario, case.strategy, case.partition, predicted_s)
         seconds = {"predicted_s": predicted_s, "low_s": span.low_s, "high_s": span.high_s}
-        rows.append(CheckedRow(case=case.row.case, measured_s=case.row.ttft_s, **seconds))
+        rows.append(RowCheck(case=case.row.case, measured_s=case.row.ttft_s, **seconds))
     return PrefillCheck(rows=tuple(rows))
 
 
@@ -313,7 +313,7 @@ def with_clock(profile: CalibrationProfile, values: Mapping[str, float]) -> Cali
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FittedTerm:
+class TermFit:
     """A term of the engine, before and after the fit to the rows."""
 
     prior: Prior
@@ -344,7 +344,7 @@ class PrefillFit:
 
     profile: CalibrationProfile  # profile with the fitted engine
     engine: Engine
-    terms: tuple[FittedTerm, ...]
+    terms: tuple[TermFit, ...]
     cases: tuple[str, ...]  # description of each row's case
     measured_s: Array
     before_s: Array  # seconds of each row by the prior engine
@@ -365,7 +365,7 @@ class PrefillFit:
         """Errors of rows, each predicted with terms fitted without its case."""
         return Errors.of(self.solution.left_out_s, self.measured_s)
 
-    def applied(self, case: PrefillCase) -> PrefillCase:
+    def apply(self, case: PrefillCase) -> PrefillCase:
         """The case with the fitted engine and clock."""
         profile = case.scenario.profile
         assert profile is not None, "a roofline has no engine"
@@ -433,7 +433,7 @@ def fit_prefills(
     if SUSTAINED_SHARE in values:
         values[SUSTAINED_SHARE] = min(1.0, values[SUSTAINED_SHARE])
     fitted = tuple(
-        FittedTerm(prior=prior, value=values[prior.name], log_sd=float(log_sd))
+        TermFit(prior=prior, value=values[prior.name], log_sd=float(log_sd))
         for prior, log_sd in zip(terms.priors, solution.log_sd, strict=True)
     )
     rows = f"{len(labels)} prefill{'s' * (len(labels) > 1)}"
@@ -486,7 +486,7 @@ def _with_coverage(fit: PrefillFit, cases: Sequence[PrefillCase], interval_of: I
     """Return the fit with its coverage: the share of rows inside the intervals of predictions made without them."""
     assert fit.engine.fit is not None, "fit_prefills sets it"
     inside = []
-    for case, then_s in zip(map(fit.applied, cases), fit.solution.left_out_s, strict=True):
+    for case, then_s in zip(map(fit.apply, cases), fit.solution.left_out_s, strict=True):
         ttft_s = case.ttft_s()
         span = interval_of(case.scenario, case.strategy, case.partition, ttft_s)
         inside.append(span.low_s <= case.row.ttft_s * ttft_s / then_s <= span.high_s)

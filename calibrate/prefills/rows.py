@@ -50,14 +50,14 @@ class PrefillRow:
     model: str | None = None  # built-in name or path of a config.json
     gpu: str | None = None  # name of the GPU, as the user or a datasheet calls it
     num_gpus: int | None = None
-    strategy: str | None = None  # strategy as --strategy names it; None after `filled`: see `strategy_name`
+    strategy: str | None = None  # strategy as --strategy names it; None after `fill`: see `strategy_name`
     context_len: int | None = None  # tokens of each sequence, the cached prefix included
     batch: int | None = None  # sequences prefilled together
     cached_prefix: int | None = None  # number of cached tokens
     dtype: str | None = None  # dtype of weights, activations and KV cache; None: the profile's
     likely_model: str | None = None  # built-in model that the name in a benchmark's output probably means
 
-    def filled(self, defaults: Defaults) -> PrefillRow:
+    def fill(self, defaults: Defaults) -> PrefillRow:
         """The row with missing values from the defaults. Raises InputError for a required value that both lack."""
         missing: dict[str, Any] = {name: defaults.get(name) for name in COLUMNS[:-1] if getattr(self, name) is None}
         row = replace(self, **missing)
@@ -331,7 +331,7 @@ def read_prefills(
         raise InputError(argument, f"{len(rows)} rows", f"at most {MOST_ROWS}")
     guessed = {row.likely_model for row in rows if row.likely_model and not (row.model or defaults.get("model"))}
     notes += [f"the model is taken to be {model}, by its name in the file" for model in sorted(guessed)]
-    return PrefillRows(rows=tuple(row.filled(defaults) for row in rows), notes=tuple(dict.fromkeys(notes)))
+    return PrefillRows(rows=tuple(row.fill(defaults) for row in rows), notes=tuple(dict.fromkeys(notes)))
 
 
 def _is_json(path: str | Path) -> bool:

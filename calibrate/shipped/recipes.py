@@ -22,9 +22,9 @@ from typing import Annotated, Any
 from calibrate.data import OPERATIONS, Measurement
 from calibrate.fit.attention import fit_latent_section
 from calibrate.fit.experts import fit_experts_section
-from calibrate.fit.fit import Fitted
+from calibrate.fit.fit import FitResult
 from calibrate.fit.gemm import builtin_shapes, fit_types_section
-from calibrate.fit.profile import AssumedElementwise, FitChoices, Label, fit_profile
+from calibrate.fit.profile import ElementwiseAssumption, FitChoices, Label, fit_profile
 from calibrate.fit.recurrence import fit_recurrence_section
 from calibrate.fit.report import FitReport
 from calibrate.fit.sparse import fit_sparse_section
@@ -73,7 +73,7 @@ class Recipe:
     sources: tuple[Table, ...]
     compare: tuple[Table, ...] = ()  # other tables of the GPU, which are not fitted
     hidden_size: tuple[int, int] | None = None
-    elementwise: AssumedElementwise | None = None
+    elementwise: ElementwiseAssumption | None = None
     message_sms: Annotated[int, Range(least=0)] = 0
     engine: str = PRIOR_ENGINE
     sections: Mapping[str, Any] = field(default_factory=dict)  # sources by name in SECTIONS
@@ -134,7 +134,7 @@ def read_public(text: str, vidur: Path) -> list[Measurement]:
         return read_source(f"{file}{query}", "recipes")
 
 
-SectionFit = Callable[[JsonObject, CalibrationProfile], Fitted[Any]]
+SectionFit = Callable[[JsonObject, CalibrationProfile], FitResult[Any]]
 
 # Fits of the sections of a profile's kernels that have their own tables, by field of KernelRates. recipes.json lists
 # the sources of each section under "sections".

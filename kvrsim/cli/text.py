@@ -235,11 +235,11 @@ def round_up_percent(share: float) -> str:
 
 def header(question: Question, cluster: Cluster, what: str | None = None) -> tuple[Text, Text]:
     """The question in two lines; `cluster` is the simulated one, `what` names the task (default: one prefill)."""
-    request, cached = question.request(), question.cached()
+    request, cached = question.request(), question.prefix_text()
     one = f"Prefill of {request}{',' * bool(cached)} by {question.model}"
     first = (one,) if what is None else (what, *cached)
     first = (*first, *question.settings())
-    second = (cluster.describe(), f"profile {question.profile}", *question.served())
+    second = (cluster.describe(), f"profile {question.profile}", *question.engine_text())
     return Text(" · ".join(first)), Text(" · ".join(second), style="dim")
 
 

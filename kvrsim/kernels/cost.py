@@ -21,7 +21,7 @@ import numpy as np
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec
 from kvrsim.kernels.elementwise import NO_COPIES, CacheCopies, ElementwiseRates, Traffic
-from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, GemmType, Product, RowCost, Width, of_each, summed
+from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, GemmType, Product, RowCost, Width, of_each, sum_costs
 from kvrsim.program import Array
 
 
@@ -76,7 +76,7 @@ class Rates(Protocol):
     @property
     def elementwise(self) -> ElementwiseRates: ...
 
-    def priced_as(self, compute: str | None) -> str | None: ...
+    def rates_type(self, compute: str | None) -> str | None: ...
 
     def gemm_of(self, compute: str | None, element_bytes: int) -> tuple[GemmRates, Width]: ...
 
@@ -100,13 +100,13 @@ class CalibratedCost:
 
     def row_cost(self, products: tuple[Product, ...], steps: tuple[Traffic, ...]) -> RowCost:
         """Seconds of products, each by the rates of its type, and of element-wise kernels."""
-        types = tuple(dict.fromkeys(self.rates.priced_as(product.compute) for product in products)) or (None,)
+        types = tuple(dict.fromkeys(self.rates.rates_type(product.compute) for product in products)) or (None,)
         costs = []
         for compute in types:
             rates, width = self.rates.gemm_of(compute, self.traits.element_bytes)
-            of_type = tuple(product for product in products if self.rates.priced_as(product.compute) == compute)
+            of_type = tuple(product for product in products if self.rates.rates_type(product.compute) == compute)
             costs.append(rates.row_cost(of_type, width))
-        gemm = costs[0] if len(costs) == 1 else summed(costs)
+        gemm = costs[0] if len(costs) == 1 else sum_costs(costs)
         token_s, start_s = self._traffic(steps)
         return RowCost(
             rows_per_step=gemm.rows_per_step and gemm.rows_per_step / self.traits.batch,

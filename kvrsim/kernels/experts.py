@@ -75,7 +75,7 @@ class ExpertsCall:
         """Seconds by the profile's rates of grouped products; without rates for the type, as separate products."""
         measured: tuple[GroupedRates, Width] | None = cost.rates.of(self, cost.traits.kernel)
         if measured is None or (self.compute is None and cost.traits.element_bytes != _HALF_BYTES):
-            return cost.row_cost(*counted_experts(self, fused=cost.traits.fused))(self.tokens * self.imbalance)
+            return cost.row_cost(*expert_products(self, fused=cost.traits.fused))(self.tokens * self.imbalance)
         rates, width = measured
         return cost.compute_scale * rates.seconds(self, cost.traits.batch, width)
 
@@ -129,16 +129,16 @@ class ExpertRates:
 
     def covers(self, compute: str | None, element_bytes: int) -> bool:
         """Whether there are rates of a type or a substitute; `element_bytes`: bytes of the request's dtype."""
-        return element_bytes == _HALF_BYTES if compute is None else self.priced_as(compute) is not None
+        return element_bytes == _HALF_BYTES if compute is None else self.rates_type(compute) is not None
 
     def of(self, call: ExpertsCall) -> tuple[GroupedRates, Width] | None:
         """Rates for a call's type and bytes per element of its operands; None if no measured type is similar."""
         if call.compute is None:
             return self.half, _HALF_BYTES
-        kind = self.priced_as(call.compute)
+        kind = self.rates_type(call.compute)
         return None if kind is None else (self.types[kind], GEMM_TYPES[kind])
 
-    def priced_as(self, compute: str) -> str | None:
+    def rates_type(self, compute: str) -> str | None:
         """The measured type that provides the rates of a quantised type; None if no measured type is similar."""
         return next((one for one in alike(compute) if one in self.types), None)
 
@@ -231,7 +231,7 @@ class RoutedExperts:
     def kernels(self) -> int:
         """Number of kernels of a call: products, activations, sorting of tokens by expert, and sums of results."""
         fused = self.cost.traits.fused
-        products, steps = counted_experts(self.call(np.ones(1)), fused=fused)
+        products, steps = expert_products(self.call(np.ones(1)), fused=fused)
         return launches(products, fused=fused) + sum(step.kernels for step in steps) + _ROUTING_KERNELS
 
     def seconds(self, chunk: Array, together: Array | None = None) -> Array:
@@ -277,7 +277,7 @@ class RoutedExperts:
         return float(self.cost.traits.element_bytes * self.layer.mlp[-1].out_features)
 
 
-def counted_experts(call: ExpertsCall, *, fused: bool) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
+def expert_products(call: ExpertsCall, *, fused: bool) -> tuple[tuple[Product, ...], tuple[Traffic, ...]]:
     """Routed experts as separate products, each for its share of the tokens, and their activation.
 
     The kernels that permute the rows and sum them up are not counted.

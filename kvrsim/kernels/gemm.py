@@ -138,7 +138,7 @@ class RowCost:
         return seconds
 
 
-def summed(costs: Sequence[RowCost]) -> RowCost:
+def sum_costs(costs: Sequence[RowCost]) -> RowCost:
     """Cost of all `costs` in sequence; if their steps differ, the result has the shortest steps."""
     steps = [cost.rows_per_step for cost in costs if cost.rows_per_step is not None]
     row_s = sum(cost.row_s for cost in costs)
@@ -234,7 +234,7 @@ def _time_table(rates: GemmRates, product: Product, element_bytes: Width) -> Arr
     return 0.5 * (np.maximum.accumulate(seconds) + np.minimum.accumulate(seconds[::-1])[::-1])
 
 
-def merged(products: Sequence[Product]) -> tuple[Product, ...]:
+def join_products(products: Sequence[Product]) -> tuple[Product, ...]:
     """Products; products of the same input are joined into one, as serving engines fuse Q, K and V, or gate and up."""
     widths: dict[Product, int] = {}
     for product in products:
@@ -249,7 +249,7 @@ def products_of(gemms: Sequence[Gemm], *, fused: bool) -> tuple[Product, ...]:
         Product(gemm.in_features // gemm.groups, gemm.out_features // gemm.groups, gemm.groups, 1.0, gemm.compute)
         for gemm in gemms
     )
-    return merged(products) if fused else products
+    return join_products(products) if fused else products
 
 
 def launches(products: Sequence[Product], *, fused: bool) -> int:

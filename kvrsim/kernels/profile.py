@@ -108,13 +108,13 @@ class KernelRates:
         measured = getattr(self, kind)
         return None if measured is None else measured.of(call)
 
-    def priced_as(self, compute: str | None) -> str | None:
+    def rates_type(self, compute: str | None) -> str | None:
         """The type that provides the rates of a type of product: itself or the most similar; None: half precision."""
         return next((one for one in alike(compute) if one in self.gemm_types), None)
 
     def gemm_of(self, compute: str | None, element_bytes: int) -> tuple[GemmRates, Width]:
         """Return the rates of a type of product and the bytes of its operands; `element_bytes` is the dtype's."""
-        priced = self.priced_as(compute)
+        priced = self.rates_type(compute)
         return (self.gemm, element_bytes) if priced is None else (self.gemm_types[priced], GEMM_TYPES[priced])
 
     def head_dims(self, model: ModelSpec) -> tuple[int, ...]:
@@ -125,7 +125,7 @@ class KernelRates:
 
     def is_measured(self, product: Product) -> bool:
         """Whether the weight matrix was timed in the type that the product is priced in."""
-        priced = self.priced_as(product.compute)
+        priced = self.rates_type(product.compute)
         return (self.gemm if priced is None else self.gemm_types[priced]).measured_shape(product) is not None
 
 
@@ -227,7 +227,7 @@ class CalibrationProfile:
     @property
     def dtypes(self) -> tuple[str, ...]:
         """Types that a request may have: the measured ones, and fp8 if there are rates of FP8 products."""
-        measured = self.kernels.priced_as("fp8") in ("fp8", "fp8_block")
+        measured = self.kernels.rates_type("fp8") in ("fp8", "fp8_block")
         return (*self.valid.dtypes, *(("fp8",) if measured and "fp8" not in self.valid.dtypes else ()))
 
     @classmethod
@@ -277,7 +277,7 @@ class Clock:
     sustained_share: PositiveShare  # s: rate under long load divided by the rate of short bursts
     time_constant_s: float  # tau
 
-    def stretched_s(self, busy_s: Array) -> Array:
+    def loaded_s(self, busy_s: Array) -> Array:
         """Seconds, from the beginning of the load, of work that takes `busy_s` seconds at the burst clock.
 
         The result T solves busy_s = s T + (1 - s) tau (1 - exp(-T / tau)). Any shape, values of at least 0. More work

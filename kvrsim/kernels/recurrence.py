@@ -195,13 +195,13 @@ class RecurrenceRates:
         if not self.kinds:
             raise InputError("kinds", "none", f"rates of one or more of {', '.join(RECURRENCES)}")
 
-    def priced_as(self, kind: str) -> str:
+    def rates_type(self, kind: str) -> str:
         """The kind that provides the rates: the kind itself, or a similar one."""
         return next((one for one in (kind, _ALIKE[kind]) if one in self.kinds), next(iter(self.kinds)))
 
     def of(self, call: RecurrenceCall) -> KindRates:
         """The rates of the call's kind, or of a similar kind."""
-        return self.kinds[self.priced_as(call.kind)]
+        return self.kinds[self.rates_type(call.kind)]
 
 
 class RecurrentCost(MixerCost):

@@ -48,7 +48,7 @@ class SparseCall:
         return Part("sparse")
 
     @property
-    def seen(self) -> Array:
+    def mean_keys(self) -> Array:
         """Mean number of keys that a query sees."""
         return (self.prefix + 0.5 * self.chunk) / self.compress_ratio
 
@@ -58,7 +58,7 @@ class SparseCall:
         return (self.prefix + self.chunk) / self.compress_ratio
 
     @property
-    def attended(self) -> Array:
+    def kernel_keys(self) -> Array:
         """Keys that the kernel processes per query: the same number for all, padded where a query sees fewer."""
         window = np.minimum(self.window, self.prefix + self.chunk)
         return window + (self.keys if self.top_k is None else np.minimum(self.top_k, self.keys))
@@ -73,18 +73,18 @@ class SparseCall:
     @property
     def score_flops(self) -> Array:
         """FLOPs of the indexer's products for one sequence."""
-        return self.chunk * self.seen * (2.0 * self.index_heads * self.index_head_dim) * self.chooses
+        return self.chunk * self.mean_keys * (2.0 * self.index_heads * self.index_head_dim) * self.chooses
 
     @property
     def attention_flops(self) -> Array:
         """FLOPs of QK^T and PV of all heads for one sequence."""
-        return self.chunk * self.attended * self._key_flops
+        return self.chunk * self.kernel_keys * self._key_flops
 
     @property
     def least_attention_flops(self) -> Array:
         """FLOPs of attention without the window: a query attends to at most top_k of the keys that it sees."""
         if self.top_k is None:
-            return self.chunk * self.seen * self._key_flops
+            return self.chunk * self.mean_keys * self._key_flops
         start, end = self.prefix / self.compress_ratio, self.keys
         inside_start, inside_end = np.minimum(start, self.top_k), np.minimum(end, self.top_k)
         area = 0.5 * (inside_end * inside_end - inside_start * inside_start)
@@ -103,7 +103,7 @@ class SparseCall:
             return cost.compute_scale * kernels.seconds(self, batch, least=cost.traits.lower_bound)
         score_rates, _ = rates.gemm_of("fp8" if self.block == 1 else None, 2)
         flops_s = self.score_flops / score_rates.flops_per_s + self.attention_flops / rates.gemm.flops_per_s
-        scores = self.chunk * self.seen * self.chooses
+        scores = self.chunk * self.mean_keys * self.chooses
         start_s = rates.elementwise.start_s * (1.0 + 2.0 * self.chooses)
         scores_s = scores * (2.0 * _SCORE_BYTES / rates.elementwise.copy)
         return cost.compute_scale * (start_s + batch * (flops_s + scores_s))
@@ -161,10 +161,10 @@ class SparseKernels:
         """Seconds of both kernels in sequence; without a choice only attention runs."""
         queries = batch * call.chunk
         chosen_s = self.score.seconds(
-            queries, call.seen, np.asarray(call.index_heads), call.index_head_dim, least=least
+            queries, call.mean_keys, np.asarray(call.index_heads), call.index_head_dim, least=least
         )
         heads, width = call.num_attention_heads, call.head_dim + call.v_head_dim
-        attend_s = self.attend.seconds(queries, call.attended, np.asarray(heads), width, least=least)
+        attend_s = self.attend.seconds(queries, call.kernel_keys, np.asarray(heads), width, least=least)
         return call.chooses * chosen_s + attend_s
 
 

@@ -203,14 +203,14 @@ def _dtype_of(config: JsonObject) -> str | None:
 
 def read_type(config: JsonObject, name: str) -> ModelSpec:
     """Read the model with the data of its type, or from its class if the data do not cover it."""
-    plain = template.translated(config)
+    plain = template.translate(config)
     data = model_type_data(plain.text("model_type"))
     if data is not None and not plain.has("num_key_value_heads"):
         usual, heads = data["defaults"].get("num_key_value_heads"), plain.fields.get("num_attention_heads")
         if isinstance(usual, int) and isinstance(heads, int) and heads % usual:  # no groups: one KV head per head
             plain = replace(plain, fields={**plain.fields, "num_key_value_heads": heads})
     model = None if data is None else template.fill(data, plain, name, own="as" not in template.remote_type(config))
-    return template.adapted(config, _from_class(plain, name) if model is None else model)
+    return template.adapt(config, _from_class(plain, name) if model is None else model)
 
 
 def _reader() -> Any:

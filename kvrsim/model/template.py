@@ -266,7 +266,7 @@ def remote_type(config: JsonObject) -> Mapping[str, Any]:
     return {}
 
 
-def translated(config: JsonObject) -> JsonObject:
+def translate(config: JsonObject) -> JsonObject:
     """The configuration with the keys of the type that it is read as, without keys that do not affect shapes."""
     remote = remote_type(config)
     fields = {**remote.get("implies", {}), **config.fields}
@@ -303,7 +303,7 @@ def _per_layer(config: JsonObject, key: str, value: Any, words: Any) -> list[Any
     return [words[number in values] for number in range(1, count + 1)]
 
 
-def adapted(config: JsonObject, model: ModelSpec) -> ModelSpec:
+def adapt(config: JsonObject, model: ModelSpec) -> ModelSpec:
     """The model with the parts that its own type adds to the type that it was read as."""
     remote = remote_type(config)
     if "fused" in remote:

@@ -86,18 +86,18 @@ class Question:
 
     def request(self) -> str:
         """The request in words, without the batch: "16k (16384) tokens, 4k (4096) of them cached"."""
-        return ", ".join((f"{_length(self.context_len)} tokens", *self.cached()))
+        return ", ".join((f"{_length(self.context_len)} tokens", *self.prefix_text()))
 
-    def cached(self) -> tuple[str, ...]:
+    def prefix_text(self) -> tuple[str, ...]:
         """The cached prefix in words, if there is one: "4k (4096) of them cached"."""
         place = "" if self.prefix_placement == "all" else f" ({self.prefix_placement})"
         return (f"{_length(self.cached_prefix)} of them cached{place}",) if self.cached_prefix else ()
 
     def kernels(self) -> tuple[str, ...]:
         """Element type and attention kernel, the profile and the engine, in words."""
-        return f"{self.dtype}, {self.attention} attention", f"profile {self.profile}", *self.served()
+        return f"{self.dtype}, {self.attention} attention", f"profile {self.profile}", *self.engine_text()
 
-    def served(self) -> tuple[str, ...]:
+    def engine_text(self) -> tuple[str, ...]:
         """The engine in words, if there is one."""
         return () if self.engine == NO_ENGINE else (f"engine {self.engine}",)
 

@@ -60,7 +60,7 @@ class OnFirstUse:
         return partial(type(self), **{name: getattr(self, name) for name in names}), ()
 
 
-class Displayed:
+class Viewable:
     """A result with a view, the module of its `figure`, `page` and `summary`. The module is loaded on first use."""
 
     __slots__ = ()
@@ -94,7 +94,7 @@ class Displayed:
         return getattr(import_module(self.view), name)(self)
 
 
-class Answer(Displayed):
+class Answer(Viewable):
     """A result about one scenario, which its question describes."""
 
     __slots__ = ()

@@ -100,7 +100,7 @@ def label_of(strategy: str | Strategy) -> str:
     return strategy if isinstance(strategy, str) else strategy.name
 
 
-def searched(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
+def searched_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
     """A strategy of single GPUs with searched chunks, which tables need; raises InputError for other strategies."""
     resolved = get_strategy(strategy, parameter)
     if resolved.partition_rule != "search" or resolved.group_size != 1:

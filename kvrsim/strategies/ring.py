@@ -19,7 +19,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     """
     yield step.qkv(rank)
     yield step.append_kv(rank, prefix=step.held_prefix)
-    yield from pass_kv(step, rank, _blocks_s(step, rank), held(step, rank)[1:] < rank)
+    yield from pass_kv(step, rank, _blocks_s(step, rank), owners(step, rank)[1:] < rank)
     yield step.output_mlp(rank)
 
 
@@ -44,7 +44,7 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
     yield RingPass(
         name="attention",
         device_s=work_s,
-        nbytes=step.piece_bytes[held(step, rank)[:-1]],
+        nbytes=step.piece_bytes[owners(step, rank)[:-1]],
         host_s=(costs.host_attention_s, *(calls * block_host_s).tolist()),
         overlaps=costs.setting.sends_overlap,
         message_share=costs.setting.message_share,
@@ -53,14 +53,14 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
     yield Compute(name="cast", device_s=costs.block_mixer.upcast_s(chunk), kind="merge")
 
 
-def held(step: Step, rank: int) -> npt.NDArray[np.intp]:
+def owners(step: Step, rank: int) -> npt.NDArray[np.intp]:
     """Owner of the K and V that a rank holds in each round: the rank itself, then the previous rank, and so on."""
     return (rank - np.arange(step.num_ranks)) % step.num_ranks
 
 
 def _blocks_s(step: Step, rank: int) -> Array:
     """Seconds of attention of the chunk to each other rank's block in turn."""
-    chunk, start, others = step.chunks[rank], step.starts[rank], held(step, rank)[1:]
+    chunk, start, others = step.chunks[rank], step.starts[rank], owners(step, rank)[1:]
     before = (others < rank)[:, None]
     keys = step.lengths[others] * before
     ends = step.begins[others] + keys
@@ -76,7 +76,7 @@ def striped_layer(step: Step, rank: int) -> Iterator[Op]:
     yield step.qkv(rank)
     yield step.append_kv(rank, prefix=step.held_prefix)
     half_s = step.costs.mixer.attention_s(chunk, np.zeros_like(chunk))
-    later = (held(step, rank)[1:] > rank)[:, None]
+    later = (owners(step, rank)[1:] > rank)[:, None]
     merges_s = np.where(later, step.costs.block_mixer.merge_s(chunk, part=True), step.costs.block_mixer.merge_s(chunk))
     yield from pass_kv(step, rank, half_s + merges_s, np.ones(step.num_ranks - 1, dtype=bool))
     yield step.output_mlp(rank)
@@ -101,7 +101,7 @@ def _zigzag_blocks_s(step: Step, rank: int) -> Array:
     """
     (early, early_start), (late, late_start) = step.halves
     early_end, late_end = step.half_ends
-    earlier, later = np.split(held(step, rank)[1:], [rank])
+    earlier, later = np.split(owners(step, rank)[1:], [rank])
     block_s = step.costs.block_mixer.block_s
     of_late_s = block_s(late[rank], late_start[rank], step.lengths[earlier], late_end[earlier], part=True)
     to_early_s = block_s(step.chunks[rank], early_start[rank], early[later], early_end[later])

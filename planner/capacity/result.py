@@ -16,7 +16,7 @@ from kvrsim.interp import percentile_of
 from kvrsim.io.schema import fields_to_json
 from kvrsim.program import Array
 from kvrsim.results.question import Question
-from kvrsim.results.results import Displayed
+from kvrsim.results.results import Viewable
 from kvrsim.scenario import Scenario
 from planner.capacity.decode import DecodeFleet, KvTransfer
 from planner.capacity.fleet import WHOLE, Fleet, FleetRun
@@ -194,7 +194,7 @@ def groups_of(sizes: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class CapacityPlan(Displayed):
+class CapacityPlan(Viewable):
     """The answer to `kvrsim capacity`."""
 
     view: ClassVar[str] = "planner.capacity.page"

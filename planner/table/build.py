@@ -24,7 +24,7 @@ from kvrsim.io.schema import JsonObject, NonNegative, Whole, read, to_json
 from kvrsim.memory import fits, memory_of
 from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, chain_like, searched
+from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, chain_like, searched_strategy
 from kvrsim.units import check_places
 from kvrsim.version import __version__
 from planner.candidates import per_rank_scenario, ttft_of
@@ -209,7 +209,7 @@ def make_table(
     journal: drafts of an interrupted build, to which new drafts are appended. If the pool's time budget ends, the table
     has the complete entries. Raises InputError if there are none, and for more GPUs than tokens.
     """
-    pool, own = pool or Pool(), searched(strategy)
+    pool, own = pool or Pool(), searched_strategy(strategy)
     scenarios = _scenarios(scenario, own, gpu_counts, context_lens)
     drafts = {} if journal is None else {one.key: one for one in _drafts_of(journal) if one.key in scenarios}
     missing = [key for key in scenarios if key not in drafts]
@@ -233,7 +233,7 @@ def make_table(
 
 def table_journal(output: str, scenario: Scenario, strategy: str | Strategy) -> Journal:
     """The journal of a table build, next to the table's file."""
-    about = {"kvrsim": __version__} | to_json(TableSetting.of(scenario, searched(strategy).name))
+    about = {"kvrsim": __version__} | to_json(TableSetting.of(scenario, searched_strategy(strategy).name))
     return Journal(Path(f"{output}.partial"), about)
 
 

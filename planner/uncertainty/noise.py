@@ -50,9 +50,9 @@ class Disturbance:
             accepted = "strategies whose ranks are single GPUs that run all layers, with `noise`"
             raise InputError("strategy", strategy.name, accepted)
 
-    def fixed(self, scenario: Scenario) -> Scenario:
+    def with_fixed_part(self, scenario: Scenario) -> Scenario:
         """The scenario with the noise's slow GPUs and links, so that searches and bounds include them."""
-        return replace(scenario, cluster=self.noise.placed_on(scenario.cluster))
+        return replace(scenario, cluster=self.noise.place_on(scenario.cluster))
 
     def draw(self, scenario: Scenario) -> NoiseDraw | None:
         """The draw of sample 0; None if the noise is not random."""

@@ -13,7 +13,7 @@ import pytest
 import kvrsim
 from kvrsim.coverage import coverage_notes
 from kvrsim.errors import InputError
-from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, Product, Tile, summed
+from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, Product, Tile, sum_costs
 from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.model.load import config_path
 from kvrsim.scenario import Scenario
@@ -162,13 +162,13 @@ def test_costs_with_different_steps_add_up() -> None:
     smooth = replace(fine, tiles=())
     costs = [rates.row_cost((Product(512, 512),), 2) for rates in (fine, coarse, smooth)]
     rows = 64.0 * np.arange(700)
-    together = summed(costs)
+    together = sum_costs(costs)
     assert together.rows_per_step == 64
     inside = rows <= 512 * 64
     apart = sum(cost(rows) for cost in costs)
     np.testing.assert_allclose(together(rows)[inside], apart[inside], rtol=1e-12)
     np.testing.assert_allclose(together(rows)[~inside], apart[~inside], rtol=0.02)
-    assert summed([smooth.row_cost((Product(8, 8),), 2)] * 2)(rows) == pytest.approx(2 * rows * 128 / 1e9)
+    assert sum_costs([smooth.row_cost((Product(8, 8),), 2)] * 2)(rows) == pytest.approx(2 * rows * 128 / 1e9)
 
 
 def test_fp8_is_a_dtype_where_the_profile_has_it() -> None:

@@ -86,21 +86,21 @@ def test_where_a_noise_has_no_place() -> None:
         (bus, "side-traffic:share=0,slowdown=0.1"),
     ):
         with pytest.raises(InputError, match="noise"):
-            parse_noise(spec).placed_on(cluster)
+            parse_noise(spec).place_on(cluster)
     for spec in ("jitter:0.1", "side-traffic:duty=0", "slow-gpu:1x2"):
-        parse_noise(spec).placed_on(bus)
+        parse_noise(spec).place_on(bus)
 
 
 def test_an_even_cluster_stays_what_it_is() -> None:
     cluster = load_cluster(num_gpus=4)
-    assert parse_noise("slow-gpu:1x1+slow-link:0-1x1").placed_on(cluster) is cluster
-    uneven = parse_noise("slow-gpu:1x2+slow-link:1-2x4").placed_on(cluster)
+    assert parse_noise("slow-gpu:1x1+slow-link:0-1x1").place_on(cluster) is cluster
+    uneven = parse_noise("slow-gpu:1x2+slow-link:1-2x4").place_on(cluster)
     assert isinstance(uneven, UnevenCluster)
     assert [uneven.slowness(rank) for rank in range(4)] == [1.0, 2.0, 1.0, 1.0]
     for src, dst in ((1, 2), (2, 1)):
         assert uneven.path(src, dst).bandwidth_bytes_per_s * 4 == cluster.path(src, dst).bandwidth_bytes_per_s
     assert uneven.path(0, 1) == cluster.path(0, 1)
-    far = parse_noise("slow-link:1-2x4").placed_on(replace(cluster, topology="chain")).path(0, 3)
+    far = parse_noise("slow-link:1-2x4").place_on(replace(cluster, topology="chain")).path(0, 3)
     assert far.bandwidth_bytes_per_s * 4 == cluster.link.bandwidth_bytes_per_s
 
 

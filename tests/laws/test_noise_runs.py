@@ -165,7 +165,7 @@ def test_slow_gpus_and_links_only_delay(rng: Draws) -> None:
     ranks = scenario.cluster.num_gpus
     gpu, link = rng.randrange(ranks), rng.randrange(ranks - 1)
     noise = parse_noise(f"slow-gpu:{gpu}x{rng.uniform(1, 5):.3f}+slow-link:{link}-{link + 1}x{rng.uniform(1, 9):.3f}")
-    uneven = Disturbance(noise=noise).fixed(scenario)
+    uneven = Disturbance(noise=noise).with_fixed_part(scenario)
     cut = [np.array([float(chunk)]) for chunk in any_partition(rng, scenario.request.new_tokens, ranks)]
     for name in SHARED:
         even_program, program = (build_program(one, STRATEGIES[name], cut) for one in (scenario, uneven))

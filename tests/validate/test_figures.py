@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import kvrsim
-from validate.figures import FAST, PROFILE, Predictions, Scope, page, simulated
+from validate.figures import FAST, PROFILE, Predictions, Scope, page, simulate
 from validate.published.compare import read_rows
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def test_the_printed_interpolation(small: Predictions) -> None:
     """10k on four GPUs, from 8k and 12k: the shares agree with the paper's within 1.3 % of the context."""
     printed = next(one for one in small.printed["partitions"] if one["method"].startswith("interpolated"))
     tokens, gpus = printed["context_len"], printed["num_gpus"]
-    looked_up, searched = small.looked_up(tokens, gpus), simulated(MODEL, tokens, gpus, "kvr-s")
+    looked_up, searched = small.look_up(tokens, gpus), simulate(MODEL, tokens, gpus, "kvr-s")
     assert [chunk / tokens for chunk in looked_up.partition] == pytest.approx(printed["shares"], abs=0.013)
     claimed = max(entry["share"] for entry in small.printed["kvr_p_above_kvr_s"])
     assert abs(looked_up.ttft_s / searched.ttft_s - 1) < claimed

@@ -17,8 +17,8 @@ from validate.silicon import (
     SPLITS,
     TERMS,
     Settings,
+    coverage_left_out,
     fit,
-    held_coverage,
     left_out,
     log_errors,
     read_predictions,
@@ -132,7 +132,7 @@ def test_widths_hold_eight_of_ten() -> None:
     shorter, longer = widths_of(logs)
     assert np.mean((logs <= shorter) & (-logs <= longer)) == pytest.approx(0.8, abs=0.01)
     engines = np.arange(4000) % 2
-    assert held_coverage(logs, np.arange(4000) % 5, engines) == pytest.approx(0.8, abs=0.02)
+    assert coverage_left_out(logs, np.arange(4000) % 5, engines) == pytest.approx(0.8, abs=0.02)
     wide = np.where(engines == 0, 3, 1) * logs
     assert widths_of(wide, engines == 1) == widths_of(wide) < widths_of(wide, engines == 0) == widths_of(wide[::2])
 

@@ -201,7 +201,7 @@ def _cost(rows: Sequence[Row], weight: Array, partitions: Partitions, constants:
     return float(np.mean(np.sqrt(1.0 + scaled**2) - 1.0))
 
 
-def predicted(rows: Sequence[Row], constants: Array) -> Errors:
+def predict(rows: Sequence[Row], constants: Array) -> Errors:
     """Logarithms of predicted / reported, with the partitions that the planner chooses."""
     profile = profile_of(constants, None)
     return dict(zip(rows, errors(rows, profile, partitions_for(rows, profile, "auto")), strict=True))
@@ -250,7 +250,7 @@ def family(row: Row) -> str:
 
 def _fit_and_predict(name: str, rows: Sequence[Row], test: Sequence[Row]) -> Errors:
     """Predict the rows of a test by a fit to all others."""
-    logs = predicted(test, fit([row for row in rows if row not in test]))
+    logs = predict(test, fit([row for row in rows if row not in test]))
     _say(f"{name}: mean absolute error {ape(logs).mean():.1%}")
     return logs
 
@@ -268,7 +268,7 @@ def main() -> None:
     crossed = {row: error for logs in left_out[: len(models)] for row, error in logs.items()}
     others = {row: error for logs in left_out[len(models) :] for row, error in logs.items()}
     constants = fit(rows)
-    own = predicted(rows, constants)
+    own = predict(rows, constants)
     figures = {
         "mape": ape(own).mean(),
         "median_ape": np.median(ape(own)),

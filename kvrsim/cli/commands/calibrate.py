@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from calibrate.measure.campaign import Campaign, Outcome
     from calibrate.measure.forward import ComputeSetup
     from calibrate.measure.ranks import LinkSetup
-    from calibrate.prefills.fit import Errors, FittedTerm, PrefillCheck, PrefillFit
+    from calibrate.prefills.fit import Errors, PrefillCheck, PrefillFit, TermFit
     from kvrsim.scenario import Scenario
 
 app = Group()
@@ -532,7 +532,7 @@ def check_screen(check: PrefillCheck, scenario: Scenario) -> list[Part]:
     return [narrowing(rows, "80 %"), "", notes]
 
 
-def _value(term: FittedTerm, value: float) -> str:
+def _value(term: TermFit, value: float) -> str:
     return f"{value:.3g}" if term.prior.name in _RATIOS else format_seconds(value)
 
 

@@ -110,6 +110,6 @@ def run_screen(result: RunResult) -> list[Part]:
     machine = "; ".join(f"{name} {value}" for name, value in result.conditions.items())
     table = facts(("logits:", logits), ("machine:", machine), *note_rows(result.warnings))
     first, _ = header(question, question.cluster)
-    by = () if question.profile == ROOFLINE else (f"predicted by profile {question.profile}", *question.served())
+    by = () if question.profile == ROOFLINE else (f"predicted by profile {question.profile}", *question.engine_text())
     second = Text(" · ".join((f"measured on {result.conditions['device']}", *by)), style="dim")
     return [answer, "", first, second, "", narrowing(ranks_table(result), "sent", "tokens"), "", table]

@@ -39,7 +39,7 @@ def rows(
         burst_s = 2.0 * tokens * fan_in * fan_out / RATE * dice.uniform(1 - noise, 1 + noise)
         seconds = burst_s
         if clock is not None:
-            ends = clock.stretched_s(np.array([warmups * burst_s, (warmups + repeats) * burst_s]))
+            ends = clock.loaded_s(np.array([warmups * burst_s, (warmups + repeats) * burst_s]))
             seconds = float(ends[1] - ends[0]) / repeats
         about: dict[str, Any] = {"tokens": tokens, "in_features": fan_in, "out_features": fan_out, "dtype": "bf16"}
         result.append(small.row("gemm", seconds, warmups=warmups, repeats=repeats, source=source, **about))

@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from calibrate.data import Measurement, Provenance, read_measurements, read_origin
 from calibrate.measure import campaign as module
-from calibrate.measure.campaign import Campaign, Outcome, Seconds, Skipped, measure, within_budget
+from calibrate.measure.campaign import Campaign, Outcome, Seconds, SkippedPoint, measure, within_budget
 
 
 @dataclass
@@ -34,7 +34,7 @@ class FakeBench:
 
     def sample(self, point: str) -> Seconds:
         if point == self.broken:
-            raise Skipped("does not fit")
+            raise SkippedPoint("does not fit")
         self.calls.append(point)
         return {"layer": float(point) / 1e3 * (1 + self.spread * (-1) ** len(self.calls))}
 

@@ -13,7 +13,7 @@ import torch
 
 from calibrate.measure import compute as compute_bench
 from calibrate.measure import forward as forward_timer
-from calibrate.measure.campaign import Skipped
+from calibrate.measure.campaign import SkippedPoint
 from calibrate.measure.compute import BARE_LAYER, ComputeBench, Point, compute_rows, grid
 from calibrate.measure.forward import LAYERS, ComputeSetup, ForwardTimer
 from kvrsim.errors import InputError
@@ -122,7 +122,7 @@ def test_points_take_their_kernels_and_share_their_weights() -> None:
 def test_what_does_not_fit_into_memory_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = ComputeBench.build(setup_of("llama"))
     monkeypatch.setattr(forward_timer, "free_memory", lambda: 1000.0)
-    with pytest.raises(Skipped, match="GiB are free"):
+    with pytest.raises(SkippedPoint, match="GiB are free"):
         bench.sample(at(64))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibrate.fit.fit import Comparison, Fitted
+from calibrate.fit.fit import Comparison, FitResult
 from calibrate.fit.report import FitReport
 from calibrate.shipped.recipes import Recipe, Table, fit_sections, recipe_names
 from kvrsim.errors import InputError
@@ -21,11 +21,11 @@ PROFILE = load_profile("h200-flash")
 SHIPPED = FitReport(profile=PROFILE, lines={}, notes=())
 
 
-def fit(part: JsonObject, profile: CalibrationProfile) -> Fitted[Any]:
+def fit(part: JsonObject, profile: CalibrationProfile) -> FitResult[Any]:
     """A fit of the start of element-wise kernels, with the errors of two rows."""
     rates = replace(profile.kernels.elementwise, start_s=part.number("start_s"))
     own = Comparison(label="two rows", measured_s=np.array([1.0, 2.0]), predicted_s=np.array([1.1, 2.2]))
-    return Fitted(rates=rates, source="a test", own=own, cross_validated=own, seen={})
+    return FitResult(rates=rates, source="a test", own=own, cross_validated=own, seen={})
 
 
 def test_only_the_section_changes() -> None:

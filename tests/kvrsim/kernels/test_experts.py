@@ -59,7 +59,7 @@ def test_a_type_without_rates_is_priced_as_the_most_similar() -> None:
     kernels = load_profile("h100-flash").kernels
     rates = kernels.experts
     assert rates is not None
-    assert [rates.priced_as(kind) for kind in ("fp8", "int8", "mxfp4_fp8", "nvfp4")] == [
+    assert [rates.rates_type(kind) for kind in ("fp8", "int8", "mxfp4_fp8", "nvfp4")] == [
         *("fp8", "fp8", "fp8_block", "int4_wo")
     ]
     assert not replace(rates, types={}).covers("fp8", 2)

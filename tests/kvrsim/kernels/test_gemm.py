@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Tile, merged
+from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, MeasuredShape, Product, Tile, join_products
 from tests.building import tokens
 
 # A wave of four tiles takes 2 x 64 x 128 x 128 x 4 FLOPs at 2^20 FLOP/s: eight seconds.
@@ -88,6 +88,6 @@ def test_more_rows_never_take_less_than_was_measured_for_fewer() -> None:
 
 def test_products_of_one_input_merge() -> None:
     qkv = [Product(64, 64), Product(64, 16), Product(64, 16)]
-    assert merged([*qkv, Product(16, 8)]) == (Product(64, 96), Product(16, 8))
-    assert merged([Product(64, 8, 4, 0.5), Product(64, 8)]) == (Product(64, 8, 4, 0.5), Product(64, 8))
-    assert merged([]) == ()
+    assert join_products([*qkv, Product(16, 8)]) == (Product(64, 96), Product(16, 8))
+    assert join_products([Product(64, 8, 4, 0.5), Product(64, 8)]) == (Product(64, 8, 4, 0.5), Product(64, 8))
+    assert join_products([]) == ()

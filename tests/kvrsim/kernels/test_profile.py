@@ -178,7 +178,7 @@ WORK = st.lists(st.floats(min_value=0.0, max_value=1e4), min_size=1, max_size=8)
 @given(clock=CLOCKS, work=WORK)
 def test_the_integral_of_the_rate_is_the_work(clock: Clock, work: list[float]) -> None:
     busy = np.array(work)
-    seconds = clock.stretched_s(busy)
+    seconds = clock.loaded_s(busy)
     share, tau = clock.sustained_share, clock.time_constant_s
     done = share * seconds - (1 - share) * tau * np.expm1(-seconds / tau)
     assert done == pytest.approx(busy, rel=1e-9, abs=1e-15)
@@ -187,7 +187,7 @@ def test_the_integral_of_the_rate_is_the_work(clock: Clock, work: list[float]) -
 @given(clock=CLOCKS, work=WORK)
 def test_more_work_takes_longer_and_none_beats_the_burst(clock: Clock, work: list[float]) -> None:
     busy = np.sort(np.array(work))
-    seconds = clock.stretched_s(busy)
+    seconds = clock.loaded_s(busy)
     assert (np.diff(seconds) >= -1e-9 * seconds[1:]).all()
     assert (seconds >= busy * (1 - 1e-12)).all()
     assert (seconds <= busy / clock.sustained_share * (1 + 1e-9)).all()

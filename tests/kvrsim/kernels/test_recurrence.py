@@ -90,9 +90,9 @@ def test_what_the_cache_holds_does_not_cross_memory() -> None:
 def test_a_kind_without_rates_takes_those_of_one_alike() -> None:
     slower = replace(RATES, scan=replace(SCAN, flops_per_s=1e14))
     both = RecurrenceRates(kinds={"gated_delta": RATES, "kda": slower}, alike_log_sd=0.3)
-    assert [both.priced_as(kind) for kind in RECURRENCES] == ["gated_delta", "kda", *["gated_delta"] * 3]
+    assert [both.rates_type(kind) for kind in RECURRENCES] == ["gated_delta", "kda", *["gated_delta"] * 3]
     only = RecurrenceRates(kinds={"kda": slower}, alike_log_sd=0.3)
-    assert {only.priced_as(kind) for kind in RECURRENCES} == {"kda"}
+    assert {only.rates_type(kind) for kind in RECURRENCES} == {"kda"}
     with pytest.raises(InputError, match="kinds"):
         RecurrenceRates(kinds={}, alike_log_sd=0.3)
 

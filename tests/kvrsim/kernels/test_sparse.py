@@ -37,11 +37,11 @@ KERNELS = SparseKernels(
 
 
 def test_a_call_of_chosen_keys() -> None:
-    assert (CALL.seen, CALL.keys, CALL.attended) == (350.0, 400.0, 50.0)
+    assert (CALL.mean_keys, CALL.keys, CALL.kernel_keys) == (350.0, 400.0, 50.0)
     assert CALL.score_flops == 100 * 350 * 2 * 4 * 8
     assert CALL.attention_flops == 100 * 50 * 2 * 2 * (3 + 2)
     few = replace(CALL, prefix=tokens(0.0), chunk=tokens(40.0))
-    assert (few.attended, few.chooses, few.score_flops) == (40.0, 0.0, 0.0)
+    assert (few.kernel_keys, few.chooses, few.score_flops) == (40.0, 0.0, 0.0)
 
 
 def test_no_limit_counts_more_than_queries_see() -> None:
@@ -150,11 +150,11 @@ COMPRESSED = CompressedAttention(
 
 def test_entries_and_the_window() -> None:
     call = sparse_call(COMPRESSED, CHUNK, PREFIX)
-    assert (call.keys, call.attended) == (2250, 128 + 2048)
+    assert (call.keys, call.kernel_keys) == (2250, 128 + 2048)
     every = sparse_call(replace(COMPRESSED, compress_ratio=128, indexer=None), CHUNK, PREFIX)
-    assert (every.attended, every.chooses) == (128 + 9000 / 128, 0)
+    assert (every.kernel_keys, every.chooses) == (128 + 9000 / 128, 0)
     window = sparse_call(replace(COMPRESSED, compress_ratio=0, indexer=None), CHUNK, PREFIX)
-    assert (window.attended, window.chooses) == (128, 0)
+    assert (window.kernel_keys, window.chooses) == (128, 0)
 
 
 def test_blocks_are_chosen_of_keys_of_heads() -> None:
@@ -168,4 +168,4 @@ def test_blocks_are_chosen_of_keys_of_heads() -> None:
         indexer=replace(INDEXER, block=128),
     )
     call = sparse_call(mixer, CHUNK, PREFIX)
-    assert (call.block, call.head_dim, call.v_head_dim, call.attended) == (128, 128, 128, 2048)
+    assert (call.block, call.head_dim, call.v_head_dim, call.kernel_keys) == (128, 128, 128, 2048)

@@ -18,7 +18,7 @@ from kvrsim.model.load import read_text_part
 from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention
 from kvrsim.model.reader import HYPER, SHARED_INDEXERS, RefusedError, read_class
 from kvrsim.model.spec import LayerSpec
-from kvrsim.model.template import translated
+from kvrsim.model.template import translate
 from tests.kvrsim.model.model_configs import (
     DELTA,
     EXPERTS,
@@ -81,7 +81,7 @@ def test_the_description_is_that_of_the_class(tmp_path: Path, config: dict[str, 
     """The model read with the table of types equals the model read from the class of transformers."""
     model = load(tmp_path, config)
     text, _ = read_text_part(JsonObject(fields=config, where="test"))
-    plain = translated(text).fields
+    plain = translate(text).fields
     whole = read_class(plain, model.name)
     assert replace(model, model_type="", approximations=(), max_position_embeddings=None) == replace(
         whole, model_type="", approximations=(), max_position_embeddings=None

@@ -15,14 +15,14 @@ from matplotlib.transforms import Bbox
 
 import kvrsim
 from kvrsim.errors import InputError
-from kvrsim.results.results import Displayed
+from kvrsim.results.results import Viewable
 from kvrsim.units import format_seconds
 
 REQUESTS = "synthetic:poisson,rate=2,requests=60,context=lognormal:1k:0.5,max=4k"
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, Displayed]:
+def results() -> dict[str, Viewable]:
     return {
         "plan": kvrsim.plan(ctx="4k", gpus=4, strategies=["single", "tsp", "kvr-e", "ring", "tp2+ring"]),
         "plan with timelines": kvrsim.plan(ctx="4k", gpus=4, strategies=["tsp", "ring"], timeline=True),
@@ -54,7 +54,7 @@ def boxes(figure: Figure) -> Iterator[tuple[str, Bbox]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_texts_are_inside_and_apart(name: str, results: dict[str, Displayed]) -> None:
+def test_texts_are_inside_and_apart(name: str, results: dict[str, Viewable]) -> None:
     figure = results[name].plot()
     value = list(boxes(figure))
     page = figure.bbox.padded(2)
@@ -66,7 +66,7 @@ def test_texts_are_inside_and_apart(name: str, results: dict[str, Displayed]) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_figure_says_the_answer(name: str, results: dict[str, Displayed]) -> None:
+def test_a_figure_says_the_answer(name: str, results: dict[str, Viewable]) -> None:
     figure, result = results[name].plot(), results[name]
     title = next(text.get_text() for text in figure.texts)
     if isinstance(result, kvrsim.Plan | kvrsim.SimResult):
@@ -80,7 +80,7 @@ def test_a_figure_says_the_answer(name: str, results: dict[str, Displayed]) -> N
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_are_escaped(name: str, results: dict[str, Displayed]) -> None:
+def test_names_are_escaped(name: str, results: dict[str, Viewable]) -> None:
     evil, result = "<script>alert(1)</script>", results[name]
     question = replace(result.question, model=evil)  # type: ignore[attr-defined]
     model = {"model": evil} if "model" in {one.name for one in fields(result)} else {}  # type: ignore[arg-type]
@@ -91,7 +91,7 @@ def test_names_are_escaped(name: str, results: dict[str, Displayed]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_plot_writes_by_the_suffix(name: str, results: dict[str, Displayed], tmp_path: Path) -> None:
+def test_plot_writes_by_the_suffix(name: str, results: dict[str, Viewable], tmp_path: Path) -> None:
     results[name].plot(tmp_path / "it.svg")
     assert (tmp_path / "it.svg").read_bytes().startswith(b"<?xml")
     with pytest.raises(InputError, match="plot"):

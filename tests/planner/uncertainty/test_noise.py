@@ -22,7 +22,7 @@ KVR = STRATEGIES["kvr-s"]
 @pytest.mark.parametrize("slow", range(4))
 def test_a_slow_gpu_gets_less_and_costs_less(slow: int) -> None:
     scenario, _ = make_scenario(ctx=8192, gpus=4)
-    uneven = Disturbance(noise=parse_noise(f"slow-gpu:{slow}x1.5")).fixed(scenario)
+    uneven = Disturbance(noise=parse_noise(f"slow-gpu:{slow}x1.5")).with_fixed_part(scenario)
     clean, aware = search(scenario, KVR), search(uneven, KVR)
     assert aware.partition.chunk_lens[slow] < clean.partition.chunk_lens[slow]
     unaware_s = Evaluator(uneven, KVR).one(clean.partition.chunk_lens)
@@ -57,7 +57,7 @@ def test_the_bound_holds_on_uneven_clusters(rng: Draws) -> None:
     ranks, tokens = scenario.cluster.num_gpus, scenario.request.new_tokens
     gpu, link = rng.randrange(ranks), rng.randrange(ranks - 1)
     noise = parse_noise(f"slow-gpu:{gpu}x{rng.uniform(1, 9):.3f}+slow-link:{link}-{link + 1}x{rng.uniform(1, 9):.3f}")
-    uneven = Disturbance(noise=noise).fixed(scenario)
+    uneven = Disturbance(noise=noise).with_fixed_part(scenario)
     result = search(uneven, KVR)
     cuts = np.array([any_partition(rng, tokens, ranks) for _ in range(50)], dtype=float)
     ttft_s = Evaluator(uneven, KVR).ttft_s(cuts)
