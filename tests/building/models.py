@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvrsim.io.schema import JsonObject
-from kvrsim.kernels.gemm import Product, merged
+from kvrsim.kernels.gemm import Product, join_products
 from kvrsim.model.gemm import Gemm, Split
 from kvrsim.model.load import read_config
 from kvrsim.model.mixers import Attention, LatentAttention, Mixer, Recurrence
@@ -82,7 +82,7 @@ def products_of(model: ModelSpec) -> list[Product]:
         mixer = () if layer.mixer is None else (layer.mixer.projections, layer.mixer.output)
         for gemms in (*mixer, layer.mlp):
             alone = [Product(gemm.in_features, gemm.out_features) for gemm in gemms]
-            result |= dict.fromkeys((*alone, *merged(alone)))
+            result |= dict.fromkeys((*alone, *join_products(alone)))
     return list(result)
 
 
