@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from calibrate.fit.report import TITLES
+from calibrate.fit.profile import TITLES
 from kvrsim.kernels.profile import CalibrationProfile, builtin_profiles, load_profile
 from kvrsim.text import markdown_table
 from kvrsim.units import format_tokens

@@ -1,11 +1,10 @@
 """Prefills on engines of 2025 and 2026: fit the records of vLLM, SGLang and TensorRT-LLM, and score any predictor.
 
 `python -m validate.silicon SETTINGS.csv --configs FOLDER` scores kvrsim and another estimator in the file, and writes
-docs/results/silicon.md. `--predictions FILE.csv` adds a predictor: a column `prefill_s`, one row per setting.
-`--prefills FILE.csv` adds prefills of other sources, which no fit uses. `--fit` first fits the engines and rewrites
-their records in kvrsim/data/engines. SETTINGS.csv has the columns model, config, system, cluster, engine,
-engine_version, precision, mode, context_tokens, tp, moe_ep, prefill_s, aisimulate_static_s; FOLDER has each config as
-NAME_config.json. kvrsim ships neither of them.
+docs/results/silicon.md. `--prefills FILE.csv` adds prefills of other sources, which no fit uses. `--fit` first fits the
+engines and rewrites their records in kvrsim/data/engines. SETTINGS.csv has the columns model, config, system, cluster,
+engine, engine_version, precision, mode, context_tokens, tp, moe_ep, prefill_s, aisimulate_static_s; FOLDER has each
+config as NAME_config.json. kvrsim ships neither of them.
 
 A prefill takes request_s + token_s × tokens + launch_s × launches + kernel_scale × kernels, plus transfer_s if another
 server decodes. Each engine's constants are shrunk towards the common mean of all engines: the record `serving` has this
@@ -355,16 +354,6 @@ def coverage_left_out(logs: Array, groups: Array, engines: Array) -> float:
 # -- the page
 
 
-def read_predictions(path: Path, count: int) -> Array:
-    """Another predictor's seconds, one per setting, or nan. Raises InputError if the file does not fit."""
-    import pandas
-
-    rows = pandas.read_csv(path)
-    if "prefill_s" not in rows or len(rows) != count:
-        raise InputError("--predictions", f"{len(rows)} rows of {', '.join(rows)}", f"{count} rows with prefill_s")
-    return np.asarray(rows["prefill_s"], dtype=float)
-
-
 def score(settings: Settings, predictors: dict[str, Array]) -> list[str]:
     """Table of predictors' median errors by engine, model and other fields, over settings that all of them predict."""
     measured_s = settings.of("prefill_s")
@@ -528,7 +517,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("settings", type=Path, metavar="SETTINGS.csv")
     parser.add_argument("--configs", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--prefills", type=Path, metavar="FILE.csv", help="prefills of other sources, never fitted")
-    parser.add_argument("--predictions", type=Path, metavar="FILE.csv", help="another predictor: a column prefill_s")
     parser.add_argument("--fit", action="store_true", help="fit the engines and rewrite their records")
     options = parser.parse_args(arguments)
     settings = read_settings(options.settings, options.configs)
@@ -539,8 +527,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     predictors = {}
     if "aisimulate_static_s" in settings.rows:
         predictors["AISimulate 0.13, static"] = settings.of("aisimulate_static_s").astype(float)
-    if options.predictions:
-        predictors[options.predictions.stem] = read_predictions(options.predictions, len(settings))
     write_page(PAGE, page(settings, predictors, others))
     print(f"{PAGE}: {len(settings)} settings")
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from calibrate.data import Columns, Measurement, Some
 from calibrate.fit.fit import (
-    Comparison,
     Constants,
     Fit,
     FitResult,
@@ -118,11 +117,6 @@ class AttentionRows(Columns):
         return cls(**{name: column(rows, name) for name in names}, element_bytes=element_bytes_of(rows))
 
     @property
-    def keys(self) -> Array:
-        """Number of keys of the last query."""
-        return self.prefix + self.chunk
-
-    @property
     def call(self) -> AttentionCall:
         """All calls as one AttentionCall with arrays; the rates' formulas accept arrays."""
         return AttentionCall(
@@ -138,10 +132,6 @@ class AttentionRows(Columns):
     def predicted_s(self, rates: AttentionRates) -> Array:
         """Seconds as the simulator computes them."""
         return rates.seconds(self.call, cast(Any, self.batch), self.element_bytes)
-
-    def compare(self, label: str, rates: AttentionRates) -> Comparison:
-        """Compare all calls with predictions by these rates."""
-        return Comparison(label=label, measured_s=self.expected_s, predicted_s=self.predicted_s(rates))
 
 
 @dataclass(frozen=True, kw_only=True)

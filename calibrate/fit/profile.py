@@ -15,6 +15,7 @@ from calibrate.data import ELEMENTWISE, Measurement, Provenance
 from calibrate.fit import attention, elementwise, gemm
 from calibrate.fit.fit import (
     HALF,
+    Comparison,
     Errors,
     FitResult,
     column,
@@ -26,17 +27,20 @@ from calibrate.fit.fit import (
     to_digits,
 )
 from calibrate.fit.links import fit_all_gather, fit_all_reduce, fit_send_recv, usable_link_rows
-from calibrate.fit.report import TITLES, FitReport, compare_layers
 from kvrsim.engine import NO_HOST, PRIOR_ENGINE, HostRates
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec, LinkSpec
 from kvrsim.interp import QUARTILE_RANGE_SD
-from kvrsim.io.schema import NonNegative, PositiveShare
+from kvrsim.io.schema import NonNegative, PositiveShare, fields_to_json, to_json
 from kvrsim.kernels.attention import AttentionRates
+from kvrsim.kernels.cost import CalibratedCost
 from kvrsim.kernels.elementwise import CacheCopies, ElementwiseRates, after_mixer, before_mixer
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates
+from kvrsim.kernels.layer import LayerCosts
+from kvrsim.kernels.mixer import LayerSetting
 from kvrsim.kernels.profile import CalibrationProfile, Clock, KernelRates, LinkRates, OperationFit, ValidRange
 from kvrsim.model.spec import ModelSpec
+from kvrsim.scenario import dtype_bytes
 
 # A serving engine launches a layer as about a dozen kernels of 5 us each; tables of kernel times lack this time.
 DEFAULT_HOST = HostRates(layer_s=60e-6, gather_piece_s=0.0, resume_s=0.0)
@@ -44,6 +48,21 @@ DEFAULT_HOST = HostRates(layer_s=60e-6, gather_piece_s=0.0, resume_s=0.0)
 MAX_SPREAD = 0.10  # largest accepted median of spread_s / median_s in published tables
 MAX_MEDIAN_ERROR = 0.35  # largest accepted median error of a fit; a larger one means that the form does not fit
 _FORMS = ("flash", "sdpa", "eager")  # forms of attention, the form that skips masked scores first
+LAYERS = "layers, sum of parts"
+
+TITLES = {
+    "gemm": "matrix products",
+    "attention": "attention",
+    "latent": "latent attention",
+    "sparse": "sparse attention",
+    "experts": "experts",
+    "recurrence": "recurrences",
+    "elementwise": "element-wise kernels",
+    "send_recv": "messages",
+    "all_gather": "all-gather",
+    "all_reduce": "all-reduce",
+    "host": "host",
+}
 _COLLECTIVES = ("send_recv", "all_gather", "all_reduce")
 LEAST_ROWS = {"gemm": 20, "attention": 12, "elementwise": 12, "send_recv": 6, "all_gather": 8, "all_reduce": 4}
 LEAST_SIZES = {"gemm": 4, "attention": 4, "elementwise": 3, "send_recv": 4, "all_gather": 4, "all_reduce": 4}
@@ -104,6 +123,42 @@ class FitChoices:
     others: Sequence[Measurement] = ()  # other tables of the same GPU: for the clock and for the systematic error
     hidden_size: tuple[int, int] | None = None  # hidden sizes for which the profile is valid; None: as measured
     elementwise: ElementwiseAssumption | None = None  # assumption that replaces measured element-wise kernels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FitReport:
+    """The profile, and the errors of each operation that was measured."""
+
+    profile: CalibrationProfile
+    lines: Mapping[str, Sequence[Errors]]  # errors by operation
+    notes: tuple[str, ...]  # notes on omitted rows, and on values from other sources
+    layers: Comparison | None = None  # whole layers, predicted as the sum of their parts; None: none were measured
+
+    @property
+    def layers_note(self) -> tuple[str, ...]:
+        """Note on the error of whole layers, which no fit used."""
+        if self.layers is None:
+            return ()
+        errors = self.layers.errors()
+        return (
+            f"{errors.num_rows} whole layers, which were not fitted, by the sum of their parts: mean error"
+            f" {errors.mape:.1%}, median {errors.median_ape:.1%}, bias {errors.bias:+.1%}",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values, without the rates: the profile has them."""
+        profile = self.profile
+        return {
+            "profile": profile.name,
+            **fields_to_json(profile, "gpu", "description", "not_covered"),
+            "operations": {
+                kind: to_json(fit) | {"errors": to_json(self.lines.get(kind, ()))}
+                for kind, fit in profile.operations.items()
+            },
+            "layers": None if self.layers is None else to_json(self.layers.errors()),
+            "notes": [*self.layers_note, *self.notes],
+            "provenance": dict(profile.provenance),
+        }
 
 
 def fit_profile(
@@ -528,3 +583,41 @@ def _by_shape(kind: str, rows: Sequence[Measurement]) -> dict[Hashable, float]:
         for row in rows
         if row.operation == kind and row.dtype in HALF and (getattr(row, size) or 0) >= _LEAST_SIZE
     }
+
+
+# -- whole layers, predicted as the sum of their parts
+
+
+def layer_costs(profile: CalibrationProfile, model: ModelSpec, kernel: str, dtype: str) -> LayerCosts:
+    """Costs of the model's first kind of layer by a profile, for one sequence on one device."""
+    rates = profile.kernels
+    cost = CalibratedCost(rates=rates, traits=rates.traits(kernel, 1, dtype_bytes(dtype)))
+    return LayerCosts(LayerSetting(model=model, cost=cost, host=profile.host), model.layer_kinds[0])
+
+
+def compare_layers(profile: CalibrationProfile, model: ModelSpec, rows: Sequence[Measurement]) -> Comparison | None:
+    """Compare `layer` rows of one sequence in a dtype and kernel of the profile; None if there are no such rows.
+
+    A row with an unknown kernel belongs to the profile's attention kernel, if the profile has only one.
+    """
+    pairs = [(row, kernel) for row in rows if (kernel := _kernel(profile, row)) is not None]
+    if not pairs:
+        return None
+    predicted = np.array([_layer_s(profile, model, row, kernel) for row, kernel in pairs])
+    return Comparison(label=LAYERS, measured_s=column([row for row, _ in pairs], "expected_s"), predicted_s=predicted)
+
+
+def _kernel(profile: CalibrationProfile, row: Measurement) -> str | None:
+    if row.operation != "layer" or row.batch != 1 or row.dtype not in profile.valid.dtypes:
+        return None
+    kernels = profile.attention_kernels
+    if row.kernel in kernels:
+        return row.kernel
+    return kernels[0] if len(kernels) == 1 else None
+
+
+def _layer_s(profile: CalibrationProfile, model: ModelSpec, row: Measurement, kernel: str) -> float:
+    costs = layer_costs(profile, model, kernel, row.dtype or "")
+    chunk, prefix = np.array([float(row.chunk or 0)]), np.array([float(row.prefix or 0)])
+    parts = (costs.qkv_s(chunk), costs.mixer.append_s(chunk, prefix), costs.mixer.attention_s(chunk, prefix))
+    return float((sum(parts, np.zeros(1)) + costs.output_mlp_s(chunk))[0])

@@ -309,20 +309,10 @@ def _parts(layer: Any, geometry: Geometry) -> Iterator[Part]:
             yield Part(kind="gemm", where=where, name=name, shape=(module.in_features, module.out_features))
         elif name == "mlp":
             yield Part(kind="mlp", where="after", name=name)
-        elif _is_norm(module):
-            if id(module) in inside:
-                yield Part(kind="qk_norm", where="before", name=name)
-            else:
-                yield Part(kind="norm", where=_norm_place(name), name=name)
-
-
-def _is_norm(module: Any) -> bool:
-    return type(module).__name__.endswith("Norm")
-
-
-def _norm_place(name: str) -> str:
-    """Place of a norm: after attention if its name starts with post_, else before attention."""
-    return "after" if name.startswith("post_") else "before"
+        elif type(module).__name__.endswith("Norm") and id(module) in inside:
+            yield Part(kind="qk_norm", where="before", name=name)
+        elif type(module).__name__.endswith("Norm"):
+            yield Part(kind="norm", where="after" if name.startswith("post_") else "before", name=name)
 
 
 def _is_in_mlp(part: Part) -> bool:

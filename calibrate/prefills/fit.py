@@ -21,7 +21,7 @@ from kvrsim.engine import DEVIATES_OF_80_PERCENT, PRIOR_ENGINE, TERMS, Engine, E
 from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
 from kvrsim.hardware import Cluster, builtin_gpus, load_cluster
-from kvrsim.io.schema import fields_to_json, to_json
+from kvrsim.io.schema import fields_to_json, to_frame, to_json
 from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
@@ -374,8 +374,6 @@ class PrefillFit:
 
     def to_frame(self) -> pandas.DataFrame:
         """A frame with one row per prefill: seconds measured, and predicted before, after and without the case."""
-        from kvrsim.results.frame import to_frame
-
         return to_frame(self.to_dict()["rows"])
 
     def to_dict(self) -> dict[str, Any]:

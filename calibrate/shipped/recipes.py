@@ -24,9 +24,8 @@ from calibrate.fit.attention import fit_latent_section
 from calibrate.fit.experts import fit_experts_section
 from calibrate.fit.fit import FitResult
 from calibrate.fit.gemm import builtin_shapes, fit_types_section
-from calibrate.fit.profile import ElementwiseAssumption, FitChoices, Label, fit_profile
+from calibrate.fit.profile import ElementwiseAssumption, FitChoices, FitReport, Label, fit_profile
 from calibrate.fit.recurrence import fit_recurrence_section
-from calibrate.fit.report import FitReport
 from calibrate.fit.sparse import fit_sparse_section
 from calibrate.importers import read_source
 from kvrsim.engine import PRIOR_ENGINE

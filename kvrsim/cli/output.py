@@ -66,7 +66,7 @@ def print_csv(rows: Rows) -> None:
     """Print rows as CSV, with the columns of all rows."""
     import csv
 
-    from kvrsim.results.frame import scalars
+    from kvrsim.io.schema import scalars
 
     flat = [scalars(row) for row in rows]
     names = list(dict.fromkeys(key for row in flat for key in row))

@@ -31,16 +31,20 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from kvrsim.errors import InputError
 from kvrsim.io.files import read_text, write_atomically
 from kvrsim.units import MAX_TOKENS
 
+if TYPE_CHECKING:
+    import pandas
+
 T = TypeVar("T")
 MAX_FILE_BYTES = 2**24  # larger than any configuration; a file of weights given by mistake is not read whole
 MAX_DEPTH = 50  # largest depth of nested arrays and objects; files of kvrsim have far fewer levels
 _FIELD = re.compile(r"[.\[]")  # characters that end the name of a field in a key path
+_LARGEST = ("wait_s", "peak_bytes")  # lists per GPU that are replaced by their largest value
 _NUMBERS = re.compile(r"\[[-+.,0-9eE\s]+\]")  # arrays of numbers, which are written in one line
 
 
@@ -110,6 +114,31 @@ def to_json(value: Any) -> Any:
 def fields_to_json(value: Any, *names: str) -> dict[str, Any]:
     """Fields of a dataclass as plain JSON values: all fields, or the named ones in their order."""
     return {name: to_json(getattr(value, name)) for name in names or [field.name for field in fields(value)]}
+
+
+def to_frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
+    """One row per mapping, with scalar cells; see `scalars`."""
+    import pandas
+
+    return pandas.DataFrame([scalars(row) for row in rows])
+
+
+def scalars(row: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON values as scalars: nested ones by names such as "link.latency_s", a list as text with commas between.
+
+    Waits and memory per GPU become their largest value. Lists of mappings are omitted.
+    """
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{name}.{inner}": one for inner, one in scalars(value).items()}
+        elif not isinstance(value, list | tuple):
+            flat[name] = value
+        elif name in _LARGEST:
+            flat[name] = max(value, default=None)
+        elif not any(isinstance(one, Mapping) for one in value):
+            flat[name] = ",".join("" if one is None else str(one) for one in value)
+    return flat
 
 
 def write_json(path: str | Path, value: Any, *, argument: str = "output") -> None:

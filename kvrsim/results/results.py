@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from kvrsim.choices import PrefixAccess
 from kvrsim.errors import NothingFits
 from kvrsim.hardware import MemoryLimit
-from kvrsim.io.schema import fields_to_json
+from kvrsim.io.schema import fields_to_json, to_frame
 from kvrsim.layout import Layout
 from kvrsim.memory import RankMemory
 from kvrsim.units import format_bytes
@@ -247,8 +247,6 @@ class SimResult(StrategyPrediction, Answer):
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per rank, with scalar cells."""
-        from kvrsim.results.frame import to_frame
-
         return to_frame(rank.to_dict() for rank in self.per_rank)
 
 
@@ -463,6 +461,4 @@ class Plan(Answer, OnFirstUse):
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per strategy, with scalar cells."""
-        from kvrsim.results.frame import to_frame
-
         return to_frame(strategy.to_dict() for strategy in self.strategies)

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvrsim.hardware import Cluster
 from kvrsim.interp import percentile_of
-from kvrsim.io.schema import fields_to_json
+from kvrsim.io.schema import fields_to_json, to_frame
 from kvrsim.program import Array
 from kvrsim.results.question import Question
 from kvrsim.results.results import Viewable
@@ -292,6 +292,4 @@ class CapacityPlan(Viewable):
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per fleet, the answer first."""
-        from kvrsim.results.frame import to_frame
-
         return to_frame(self.rows())

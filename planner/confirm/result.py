@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvrsim.interp import median_error
-from kvrsim.io.schema import fields_to_json, to_json
+from kvrsim.io.schema import fields_to_json, to_frame, to_json
 from kvrsim.results.question import Question
 from kvrsim.results.results import Answer, StrategyPrediction, stages_to_json
 from kvrsim.results.timeline import Timeline
@@ -216,6 +216,4 @@ class Confirmation(Answer):
 
     def to_frame(self) -> pandas.DataFrame:
         """Return one row per candidate."""
-        from kvrsim.results.frame import to_frame
-
         return to_frame(one.to_dict() for one in self.candidates)

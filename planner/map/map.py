@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from kvrsim.arguments import OnProgress
 from kvrsim.choices import MAP_STRATEGIES
 from kvrsim.errors import InputError
-from kvrsim.io.schema import fields_to_json, to_json
+from kvrsim.io.schema import fields_to_json, to_frame, to_json
 from kvrsim.notes import note
 from kvrsim.results.question import Question
 from kvrsim.results.results import Answer, Prediction
@@ -190,8 +190,6 @@ class StrategyMap(Answer):
 
     def to_frame(self) -> pandas.DataFrame:
         """A table with one row per point."""
-        from kvrsim.results.frame import to_frame
-
         return to_frame(to_json(self.points))
 
 

@@ -27,7 +27,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from kvrsim.engine import NO_ENGINE
 from kvrsim.errors import InputError
-from kvrsim.io.schema import JsonObject, NonNegative, Whole, fields_to_json, read
+from kvrsim.io.schema import JsonObject, NonNegative, Whole, fields_to_json, read, to_frame
 from kvrsim.notes import note
 from kvrsim.program import Array
 from kvrsim.results.results import Prediction
@@ -331,8 +331,6 @@ class PartitionTable(GridFile):
 
     def to_frame(self) -> pandas.DataFrame:
         """A table with one row per entry."""
-        from kvrsim.results.frame import to_frame
-
         return to_frame(entry.to_dict() for entry in self.entries)
 
 

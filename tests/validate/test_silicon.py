@@ -21,7 +21,6 @@ from validate.silicon import (
     fit,
     left_out,
     log_errors,
-    read_predictions,
     read_settings,
     score,
     shipped_seconds,
@@ -143,16 +142,6 @@ def test_a_page_scores_any_predictor() -> None:
     lines = score(settings, {"right": measured, "double": 2 * measured, "some": np.where(measured > 0.1, np.nan, 1.0)})
     (whole,) = [line for line in lines if line.startswith("| all |")]
     assert whole.startswith(f"| all | {np.sum(measured <= 0.1)} | 0.0% | 100.0%")
-
-
-def test_predictions_of_another_are_one_per_setting(tmp_path: Path) -> None:
-    path = tmp_path / "peer.csv"
-    path.write_text("model,prefill_s\na,0.5\nb,\n")
-    first, second = read_predictions(path, 2)
-    assert first == 0.5
-    assert np.isnan(second)
-    with pytest.raises(InputError, match="--predictions: got '2 rows of model, prefill_s', accepted: 3 rows"):
-        read_predictions(path, 3)
 
 
 def test_launches_and_kernels_are_those_of_the_simulator(tmp_path: Path) -> None:

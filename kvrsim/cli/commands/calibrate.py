@@ -39,7 +39,7 @@ from kvrsim.views.table import columns, format_interval, narrowing
 
 if TYPE_CHECKING:
     from calibrate.data import Measurement
-    from calibrate.fit.report import FitReport
+    from calibrate.fit.profile import FitReport
     from calibrate.measure.campaign import Campaign, Outcome
     from calibrate.measure.forward import ComputeSetup
     from calibrate.measure.ranks import LinkSetup
@@ -414,7 +414,7 @@ def write_fit(
 
 def _show(report: FitReport, options: FitArgs) -> None:
     """Print the errors of each operation, and notes."""
-    from calibrate.fit.report import TITLES
+    from calibrate.fit.profile import TITLES
 
     table = columns("operation", ">rows", ">error", ">held-out")
     for kind, fit in report.profile.operations.items():

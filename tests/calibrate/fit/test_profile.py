@@ -15,8 +15,7 @@ from calibrate.fit.elementwise import fit_elementwise, usable_elementwise
 from calibrate.fit.fit import HALF
 from calibrate.fit.gemm import GemmRows, fit_gemm, usable_gemm
 from calibrate.fit.links import SendRates, fit_all_gather, fit_send_recv
-from calibrate.fit.profile import FitChoices, Label, fit_profile
-from calibrate.fit.report import LAYERS, layer_costs
+from calibrate.fit.profile import LAYERS, FitChoices, Label, fit_profile, layer_costs
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.hardware import GatherRates, load_gpu, load_link

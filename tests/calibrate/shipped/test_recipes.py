@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from calibrate.fit.fit import Comparison, FitResult
-from calibrate.fit.report import FitReport
+from calibrate.fit.profile import FitReport
 from calibrate.shipped.recipes import Recipe, Table, fit_sections, recipe_names
 from kvrsim.errors import InputError
 from kvrsim.hardware import load_gpu
