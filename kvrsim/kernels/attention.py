@@ -182,9 +182,9 @@ class BlockedRates:
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """Seconds of a call: start, queries and scores. More queries or keys never take less time."""
         if self.block_flops_per_s is not None and not call.own:
-            return self._called_s(call, batch, self._covered(call))
+            return self._call_s(call, batch, self._weighted_scores(call))
         joined_s = self.join_s * batch * call.num_attention_heads * call.chunk * (call.prefix > 0)
-        return self._called_s(call, batch, self._covered(call) * self._factor(call.chunk)) + joined_s
+        return self._call_s(call, batch, self._weighted_scores(call) * self._factor(call.chunk)) + joined_s
 
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """Lower bound of the seconds, which does not grow with the prefix where the chunk's end is fixed.
@@ -197,17 +197,17 @@ class BlockedRates:
         if call.part_of_chunk:
             return self._least_of_part(call, batch)
         if self.block_flops_per_s is not None and not call.own:
-            return self._called_s(call, batch, 0.0 * self._covered(call))
+            return self._call_s(call, batch, 0.0 * self._weighted_scores(call))
         if not self.skips_masked:
             end = call.prefix + call.chunk
             from_0 = self._causal_cost * self._half(end) * self._factor(end)
-            return self._called_s(call, batch, np.minimum(self._covered(call) * self._factor(call.chunk), from_0))
-        here, bounds = self._covered(call), self._cut(call)
+            return self._call_s(call, batch, np.minimum(self._weighted_scores(call) * self._factor(call.chunk), from_0))
+        here, bounds = self._weighted_scores(call), self._masked_scores(call)
         from_0 = self._causal_cost * (call.causal + 0.5 * call.prefix * call.prefix) + bounds
         if self.measured is None:
-            return self._called_s(call, batch, np.minimum(here, from_0))
+            return self._call_s(call, batch, np.minimum(here, from_0))
         here, from_0 = here * self.measured.least_factor(call.chunk), from_0 * min(self.measured.factors)
-        return self._called_s(call, batch, np.minimum(here, from_0))
+        return self._call_s(call, batch, np.minimum(here, from_0))
 
     def _least_of_part(self, call: AttentionCall, batch: int) -> Array:
         """Lower bound of a block's seconds; its sum over a chunk's blocks does not grow where the chunk starts later.
@@ -217,18 +217,18 @@ class BlockedRates:
         """
         covered = call.causal * min(1.0, self._causal_cost) if self.skips_masked else call.chunk * call.keys
         factor = 1.0 if self.measured is None else self.measured.least_factor(call.chunk)
-        return self._called_s(call, batch, covered * factor)
+        return self._call_s(call, batch, covered * factor)
 
     def _factor(self, queries: Array) -> Array | float:
         return 1.0 if self.measured is None else self.measured.factor(queries)
 
-    def _called_s(self, call: AttentionCall, batch: int, covered: Array) -> Array:
+    def _call_s(self, call: AttentionCall, batch: int, covered: Array) -> Array:
         heads = batch * call.num_attention_heads
         return self.start_s + heads * (
             call.chunk * self.query_s + covered * (4.0 * call.mean_head_dim * self._rectangle_s)
         )
 
-    def _covered(self, call: AttentionCall) -> Array:
+    def _weighted_scores(self, call: AttentionCall) -> Array:
         """Scores computed per head; the weight of a score is its time divided by that of a score in the rectangle."""
         if not call.own:
             whole = call.chunk * call.prefix
@@ -238,7 +238,7 @@ class BlockedRates:
             # With a window, neither part has more than the unmasked elements.
             behind = np.minimum(call.chunk * call.prefix, call.causal) * max(0.0, 1.0 - cost)
             dearer = np.minimum(own, call.causal) * max(0.0, cost - 1.0)
-            return call.causal * min(1.0, cost) + behind + dearer + self._cut(call)
+            return call.causal * min(1.0, cost) + behind + dearer + self._masked_scores(call)
         # A window shorter than the chunk also needs a mask.
         masked = (call.prefix > 0) | (call.causal < own * (1 - _ROUNDING))
         return np.where(masked, call.chunk * (call.prefix + call.chunk), cost * self._half(call.chunk))
@@ -247,7 +247,7 @@ class BlockedRates:
         """Elements of one head in a causal half, including masked ones in the blocks that the diagonal cuts."""
         return 0.5 * queries * (queries + np.minimum(queries, self.key_block - 1))
 
-    def _cut(self, call: AttentionCall) -> Array:
+    def _masked_scores(self, call: AttentionCall) -> Array:
         """Masked elements in the blocks that the diagonal cuts, weighted as in _covered."""
         return self._causal_cost * (self._half(call.chunk) - 0.5 * call.chunk * call.chunk)
 
@@ -296,7 +296,7 @@ class FlashRates:
 
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """Seconds of a call: launch, tiles in waves, and append. More queries or keys never take less time."""
-        return self._called_s(call, batch, element_bytes, self._scheduled_s(call, batch))
+        return self._call_s(call, batch, element_bytes, self._scheduled_s(call, batch))
 
     def least_seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """Lower bound of the seconds, which does not grow with the prefix where the chunk's end is fixed.
@@ -313,7 +313,7 @@ class FlashRates:
         slots_s = queries * (tile_s + keys * (self._step_s(call) / self.key_block))
         slots = max(self.concurrent_tiles, self.num_sms / self.alone_share)
         counted = replace(call, causal=0.0 * call.causal) if call.part_of_chunk else call
-        return self._called_s(counted, batch, element_bytes, slots_s / slots)
+        return self._call_s(counted, batch, element_bytes, slots_s / slots)
 
     def _step_s(self, call: AttentionCall) -> Any:
         """Seconds of one tile of queries on one block of keys: products or softmax, whichever is longer.
@@ -322,7 +322,7 @@ class FlashRates:
         """
         return np.maximum(self.block_s * call.mean_head_dim / 128, self.softmax_s)
 
-    def _called_s(self, call: AttentionCall, batch: int, element_bytes: int, scheduled_s: Array) -> Array:
+    def _call_s(self, call: AttentionCall, batch: int, element_bytes: int, scheduled_s: Array) -> Array:
         """Seconds including launch and append, at least the seconds of the unmasked FLOPs at the datasheet's rate."""
         append_bytes = 4.0 * batch * call.num_key_value_heads * call.mean_head_dim * element_bytes / 2
         chunk_s = call.own * append_bytes / self.append_bytes_per_s + self.query_s * batch * call.num_attention_heads

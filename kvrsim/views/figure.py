@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvrsim.errors import InputError
 from kvrsim.io.files import write_atomically
 from kvrsim.text import printable
-from kvrsim.views.style import DIM, INK, OPERATIONS, WAITING_LINES, styled
+from kvrsim.views.style import DIM, INK, OPERATIONS, WAITING_LINES, chart_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,10 +53,10 @@ def save_figure(figure: Figure, path: str | Path, *, argument: str = "plot", dpi
     Raises InputError naming `argument` where the suffix is not one of SUFFIXES or the file cannot be written.
     """
     suffix = check_suffix(path, argument)
-    write_atomically(path, encoded(figure, suffix, dpi=dpi), argument=argument)
+    write_atomically(path, encode_figure(figure, suffix, dpi=dpi), argument=argument)
 
 
-def encoded(figure: Figure, suffix: str = ".png", *, dpi: int = 150) -> bytes:
+def encode_figure(figure: Figure, suffix: str = ".png", *, dpi: int = 150) -> bytes:
     """A figure in the format of one of SUFFIXES; the same figure gives the same bytes."""
     import matplotlib
 
@@ -144,7 +144,7 @@ def _patch(patch: Any, label: str, colour: str) -> Any:
 WIDTH = 10.0  # width of a figure, inches
 
 
-def headed(head: Head, lanes_inches: float, left: float) -> tuple[Figure, Axes]:
+def figure_with_head(head: Head, lanes_inches: float, left: float) -> tuple[Figure, Axes]:
     """Make a figure with a head above axes.
 
     lanes_inches: height of the axes. left: left edge of the axes as a share of the width.
@@ -180,8 +180,8 @@ def drawing(width: float, height: float, *, layout: Literal["constrained"] | Non
         def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
             from PIL import Image
 
-            with styled():
-                image = Image.open(io.BytesIO(encoded(self))).convert("RGB").quantize(256)
+            with chart_style():
+                image = Image.open(io.BytesIO(encode_figure(self))).convert("RGB").quantize(256)
             content = io.BytesIO()
             image.save(content, format="png", optimize=True)
             return content.getvalue(), {"width": round(self.get_size_inches()[0] * _NOTEBOOK_DPI)}
@@ -200,5 +200,5 @@ def write(result: object, view: ModuleType, path: str | Path) -> None:
 
         write_page(view.page(result), path)
         return
-    with styled():
+    with chart_style():
         save_figure(view.figure(result), path)

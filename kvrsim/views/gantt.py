@@ -10,8 +10,8 @@ import numpy as np
 from kvrsim.program import Array
 from kvrsim.results.timeline import Span, Timeline
 from kvrsim.units import format_seconds
-from kvrsim.views.figure import HATCHED, WAITING, WIDTH, Head, headed, set_lanes
-from kvrsim.views.style import GROUND, INK, OPERATIONS, faded, operation_of, styled
+from kvrsim.views.figure import HATCHED, WAITING, WIDTH, Head, figure_with_head, set_lanes
+from kvrsim.views.style import GROUND, INK, OPERATIONS, chart_style, fade, operation_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,11 +28,11 @@ _LINK_BAR = (0.27, 0.38)
 
 def draw_gantt(timeline: Timeline, title: str, subtitle: str) -> Figure:
     """Draw ranks x seconds; the interactive page (views/timeline.py) can zoom."""
-    with styled():
+    with chart_style():
         ranks, entries = timeline.num_ranks, legend_entries(timeline.spans, alternates=not is_pipeline(timeline))
         head = Head(title=title, subtitle=subtitle, width=WIDTH, entries=entries)
         lanes = min(10.0, max(0.9, ranks * (0.34 if ranks <= MAX_DETAILED_RANKS else 0.11)))
-        figure, axes = headed(head, lanes, left=0.07 if timeline.gpus_per_rank == 1 else 0.115)
+        figure, axes = figure_with_head(head, lanes, left=0.07 if timeline.gpus_per_rank == 1 else 0.115)
         draw_timeline(axes, timeline, timeline.end_s)
     return figure
 
@@ -71,7 +71,7 @@ def legend_entries(spans: Iterable[Span], *, alternates: bool = True) -> dict[st
     operations = {operation_of(span.kind, span.op) for span in spans}
     entries = {one.label: one.colour.light for one in OPERATIONS.values() if one in operations}
     if alternates and operations & {OPERATIONS[op] for op in ("qkv", "attention", "output+mlp")}:
-        entries["odd layers: lighter"] = faded(OPERATIONS["attention"].colour.light)
+        entries["odd layers: lighter"] = fade(OPERATIONS["attention"].colour.light)
     return entries
 
 
@@ -91,7 +91,7 @@ def _draw_lanes(axes: Axes, spans: Iterable[Span], end_s: float, *, alternates: 
     for span in spans:
         moves, operation = span.kind == "transfer", operation_of(span.kind, span.op)
         colour = operation.colour.light
-        colour = faded(colour) if alternates and span.layer is not None and span.layer % 2 else colour
+        colour = fade(colour) if alternates and span.layer is not None and span.layer % 2 else colour
         until_s = max(span.end_s, span.start_s + 2 * pixel_s) if moves else span.end_s
         lanes.setdefault((span.rank, moves), {}).setdefault(colour, []).append((span.start_s, until_s))
         if operation is WAITING and span.duration_s > _HATCHED * pixel_s:

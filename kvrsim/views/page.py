@@ -107,13 +107,13 @@ def render(page: Page) -> str:
         tag("footer", f"kvrsim {__version__}. {_LIVE if page.live else _COMPLETE}"),
         tag("div", id="kv-tip", role="tooltip", hidden=True),
         tag("div", id="kv-said", class_="hidden", aria_live="polite"),
-        Html(f'<script type="application/octet-stream" id="kv-data">{packed(page.data)}</script>'),
+        Html(f'<script type="application/octet-stream" id="kv-data">{pack(page.data)}</script>'),
         *(Html(f"<script>{script}</script>") for script in scripts),
     )
     return f'<!DOCTYPE html>\n<html lang="en">\n{tag("head", *head)}\n{tag("body", *body)}\n</html>\n'
 
 
-def packed(data: Mapping[str, Any]) -> str:
+def pack(data: Mapping[str, Any]) -> str:
     """Encode data for a page: JSON, compressed (RFC 1950), in base64, so that no text can end the HTML element."""
     content = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return base64.b64encode(zlib.compress(content.encode(), 9)).decode()

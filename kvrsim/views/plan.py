@@ -10,9 +10,9 @@ from kvrsim.notes import without
 from kvrsim.results.results import Plan, StrategyResult
 from kvrsim.units import format_seconds
 from kvrsim.views import page as html
-from kvrsim.views.figure import WIDTH, Head, headed, set_lanes
+from kvrsim.views.figure import WIDTH, Head, figure_with_head, set_lanes
 from kvrsim.views.gantt import draw_gantt
-from kvrsim.views.style import INK, strategy_colour, styled
+from kvrsim.views.style import INK, chart_style, strategy_colour
 from kvrsim.views.table import Cell, format_interval, format_partition, sentences, strategies_table
 from kvrsim.views.timeline import SCRIPTS, LabelledTimeline, gantt_section, memory_data, memory_section, timelines_data
 
@@ -43,10 +43,10 @@ def _draw_ttfts(plan: Plan, line: str) -> Figure:
     longest_s = _LONGEST * max((one.ttft_high_s for one in rows if one.fits), default=math.inf)
     most_s = min(longest_s, max(one.ttft_high_s for one in rows))
     over = "" if plan.yardstick is None else f"; ×: times as fast as {plan.yardstick}"
-    with styled():
+    with chart_style():
         edge = 0.03 + 0.0085 * max(len(one.strategy) for one in rows)
         head = Head(title=answer(plan), subtitle=line, width=WIDTH)
-        figure, axes = headed(head, min(10.0, max(0.6, 0.34 * len(rows))), edge)
+        figure, axes = figure_with_head(head, min(10.0, max(0.6, 0.34 * len(rows))), edge)
         set_lanes(
             axes, [one.strategy for one in rows], f"seconds to the first token; lines: prediction intervals{over}"
         )

@@ -30,7 +30,7 @@ class Colour:
         """The colour for this background."""
         return self.light if ground == "light" else self.dark
 
-    def mixed(self, other: Colour, share: float) -> Colour:
+    def mix(self, other: Colour, share: float) -> Colour:
         """This colour mixed with `share` (0 to 1) of another."""
         return Colour(_mix(self.light, other.light, share), _mix(self.dark, other.dark, share))
 
@@ -73,13 +73,13 @@ def strategy_colour(name: str) -> Colour:
         return STRATEGY_COLOURS["zigzag"]
     if tensor := _TENSOR.fullmatch(name):
         whole = STRATEGY_COLOURS["tp"]
-        return whole if tensor[2] is None else strategy_colour(tensor[2]).mixed(whole, _share(int(tensor[1])))
+        return whole if tensor[2] is None else strategy_colour(tensor[2]).mix(whole, _share(int(tensor[1])))
     if stages := _STAGES.fullmatch(name):
         split = STRATEGY_COLOURS["pp-s" if stages[2] else "pp"]
-        return STRATEGY_COLOURS["zigzag"].mixed(split, _share(int(stages[1]))) if "+" in name else split
+        return STRATEGY_COLOURS["zigzag"].mix(split, _share(int(stages[1]))) if "+" in name else split
     colours, number = list(STRATEGY_COLOURS.values()), crc32(name.encode())
     first, further = number % len(colours), 1 + number // len(colours) % (len(colours) - 1)
-    return colours[first].mixed(colours[(first + further) % len(colours)], 0.5)
+    return colours[first].mix(colours[(first + further) % len(colours)], 0.5)
 
 
 def operation_of(kind: str, op: str) -> Operation:
@@ -97,7 +97,7 @@ def text_on(colour: str) -> str:
     return "#000000" if luminance > 0.179 else "#ffffff"
 
 
-def faded(colour: str, ground: Ground = "light", *, share: float = 0.42) -> str:
+def fade(colour: str, ground: Ground = "light", *, share: float = 0.42) -> str:
     """Fade a colour towards the background, as for odd layers."""
     return _mix(colour, GROUND.on(ground), share)
 
@@ -113,7 +113,7 @@ def _mix(one: str, other: str, share: float) -> str:
 
 
 @contextmanager
-def styled(more: Mapping[Any, Any] | None = None) -> Iterator[None]:
+def chart_style(more: Mapping[Any, Any] | None = None) -> Iterator[None]:
     """Context in which figures have kvrsim's style, and the further settings `more` of matplotlib."""
     import matplotlib
 

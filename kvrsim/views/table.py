@@ -90,11 +90,11 @@ def narrowing(table: Table, *optional: str) -> Table:
     """Choose the columns that a narrow terminal hides, in this order, by the beginnings of their titles."""
     ranks = {title: 1 + len(optional) - place for place, title in enumerate(optional)}
 
-    def ranked(column: Column) -> Column:
+    def rank(column: Column) -> Column:
         rank = next((rank for title, rank in ranks.items() if column.title.startswith(title)), column.rank)
         return replace(column, rank=rank)
 
-    return replace(table, columns=list(map(ranked, table.columns)))
+    return replace(table, columns=list(map(rank, table.columns)))
 
 
 def interval_title(coverage: float | None) -> str:

@@ -17,7 +17,7 @@ from kvrsim.program import Array
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds
 from kvrsim.views.figure import Head, drawing
 from kvrsim.views.page import CHARTS, Page, Section, Summary, facts_of, items, join, table, tag
-from kvrsim.views.style import DIM, INK, styled
+from kvrsim.views.style import DIM, INK, chart_style
 from kvrsim.views.table import Cell, Column, Table, seconds_cell
 from planner.capacity.fleet import FleetRun, Indices
 from planner.capacity.result import CapacityPlan
@@ -164,7 +164,7 @@ def figure(plan: CapacityPlan) -> Figure:
     cost = [point.cost_per_hour or point.num_gpus for point in points]
     fleet = plan.first
     head = Head(title=verdict(plan), subtitle=_question(plan), width=_WIDTH)
-    with styled():
+    with chart_style():
         panes = drawing(_WIDTH, _HEIGHT + head.height)
         height = _HEIGHT / (_HEIGHT + head.height)
         axes = panes.add_axes((0.11, 0.15 * height, 0.86, 0.82 * height))

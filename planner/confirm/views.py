@@ -11,9 +11,9 @@ from kvrsim.results.timeline import write_trace
 from kvrsim.units import format_seconds
 from kvrsim.views import gantt
 from kvrsim.views import page as html
-from kvrsim.views.figure import WIDTH, Head, headed
+from kvrsim.views.figure import WIDTH, Head, figure_with_head
 from kvrsim.views.page import Html, Page, Section, Summary
-from kvrsim.views.style import styled
+from kvrsim.views.style import chart_style
 from kvrsim.views.table import Cell, Column, Table, format_interval, format_partition, seconds_cell
 from kvrsim.views.timeline import SCRIPTS, LabelledTimeline, gantt_section, memory_data, memory_section, timelines_data
 from planner.confirm.result import Confirmation, MeasuredCandidate
@@ -35,8 +35,8 @@ def figure(confirmation: Confirmation) -> Figure:
         entries=gantt.legend_entries([span for each in pair for span in each.timeline.spans]),
     )
     lanes = min(10.0, max(0.9, one.predicted.num_ranks * _LANE_INCHES))
-    with styled():
-        figure, lower = headed(head, 2 * lanes + _GAP_INCHES, left=0.07)
+    with chart_style():
+        figure, lower = figure_with_head(head, 2 * lanes + _GAP_INCHES, left=0.07)
         left, bottom, width, height = lower.get_position().bounds
         share = height * lanes / (2 * lanes + _GAP_INCHES)
         lower.set_position((left, bottom, width, share))

@@ -18,7 +18,7 @@ from kvrsim.strategies import get_strategy
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
 from kvrsim.views.figure import Head, drawing
 from kvrsim.views.page import CHARTS, Html, Page, Section, Summary, facts_of, join, table, tag
-from kvrsim.views.style import DIM, INK, strategy_colour, styled, text_on
+from kvrsim.views.style import DIM, INK, chart_style, strategy_colour, text_on
 from kvrsim.views.table import TIED, Table, Text, columns
 from planner.map.map import ALONE, MapPoint, StrategyMap, is_tied
 
@@ -40,7 +40,7 @@ def figure(grid: StrategyMap) -> Figure:
     head = Head(title=headline(grid), subtitle=f"{line} · {marks}", width=_WIDTH, entries=colours)
     each, gap, below = 0.34 * len(counts) + 0.2, 0.42, 0.62  # heights in inches
     height = head.height + 0.35 + panels * each + (panels - 1) * gap + below
-    with styled():
+    with chart_style():
         panes = drawing(_WIDTH, height)
         edges: dict[str, Any] = dict(left=0.07, right=0.985, top=1 - (head.height + 0.35) / height)
         cells = panes.add_gridspec(panels, 1, hspace=gap / each, bottom=below / height, **edges)

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from kvrsim.errors import InputError
-from kvrsim.views.figure import SUFFIXES, check_suffix, encoded, save_figure
+from kvrsim.views.figure import SUFFIXES, check_suffix, encode_figure, save_figure
 
 MAGIC = {".png": b"\x89PNG\r\n", ".svg": b"<?xml", ".pdf": b"%PDF"}
 
@@ -30,9 +30,9 @@ def test_the_suffix_says_the_format(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_the_same_figure_gives_the_same_bytes_and_no_dates(suffix: str) -> None:
-    assert encoded(figure(), suffix) == encoded(figure(), suffix)
+    assert encode_figure(figure(), suffix) == encode_figure(figure(), suffix)
     for word in (b"Date", b"matplotlib.org", b"Matplotlib v"):
-        assert word not in encoded(figure(), suffix)
+        assert word not in encode_figure(figure(), suffix)
 
 
 @pytest.mark.parametrize("name", ["a", "a.jpg", "png", ".png", "a.png.gz"])
