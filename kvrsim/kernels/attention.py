@@ -248,7 +248,7 @@ class BlockedRates:
         return 0.5 * queries * (queries + np.minimum(queries, self.key_block - 1))
 
     def _masked_scores(self, call: AttentionCall) -> Array:
-        """Masked elements in the blocks that the diagonal cuts, weighted as in _covered."""
+        """Masked elements in the blocks that the diagonal cuts, weighted as in _weighted_scores."""
         return self._causal_cost * (self._half(call.chunk) - 0.5 * call.chunk * call.chunk)
 
     @property
