@@ -26,7 +26,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
 def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op]:
     """Attend to the K, V of one rank after another, while they go round the ring, and merge the results in fp32.
 
-    blocks_s: seconds of attention to the other ranks' K, V in the order of `held`, with merging, shape (p - 1, B).
+    blocks_s: seconds of attention to the other ranks' K, V in the order of `owners`, with merging, shape (p - 1, B).
     calls: whether the host issues each call, shape (p - 1,).
     A rank's share of the cached prefix is sent with its K, V. All queries attend to it in one call; both results are
     merged at once.
