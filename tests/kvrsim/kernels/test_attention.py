@@ -266,12 +266,12 @@ def test_bytes_by_hand() -> None:
 @examples(100)
 def test_work_beside_a_message(work: float, flight: float, longer: float, share: float, more: float) -> None:
     """Work runs at 1 - share of its rate during a message, and at its full rate afterwards."""
-    took_s = float(beside_message_s(np.array(work), np.array(flight), share))
+    took_s = beside_message_s(np.array([work]), np.array([flight]), share).item()
     slow_s = min(took_s, flight)
     assert slow_s * (1 - share) + (took_s - slow_s) == pytest.approx(work, rel=1e-9, abs=1e-9)
-    assert beside_message_s(np.array(work), np.array(flight + longer), share) >= took_s * (1 - 1e-12)
-    assert beside_message_s(np.array(work), np.array(flight), max(share, more)) >= took_s * (1 - 1e-12)
-    assert beside_message_s(np.array(work), np.array(flight), 0.0) == work
+    assert beside_message_s(np.array([work]), np.array([flight + longer]), share) >= took_s * (1 - 1e-12)
+    assert beside_message_s(np.array([work]), np.array([flight]), max(share, more)) >= took_s * (1 - 1e-12)
+    assert beside_message_s(np.array([work]), np.array([flight]), 0.0) == work
 
 
 @examples(10)
