@@ -34,6 +34,7 @@ from planner.uncertainty.intervals import Interval, interval_of
 from planner.uncertainty.sensitivities import Sensitivities, sensitivities
 
 if TYPE_CHECKING:
+    from kvrsim.results.results import Limit
     from kvrsim.results.timeline import Timeline
 
 ROUGH = "rough"  # name of the method if the pieces were not searched
@@ -137,6 +138,18 @@ class Candidate:
         return interval_of(self.sensitivities, self.ttft_s)
 
     @cached_property
+    def limits(self) -> tuple[Limit, ...]:
+        """The shares of the kinds of operations in the critical path, largest first."""
+        from planner.promise import limits_of
+
+        return limits_of(self.per_rank, self.strategy, self.partition)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The share of the critical path by kind of operation, largest first."""
+        return {one.operation: one.share for one in self.limits}
+
+    @cached_property
     def timeline(self) -> Timeline:
         """All spans, recorded by the event executor, with the basis of each span's seconds."""
         from planner.uncertainty.basis import bases_of
@@ -144,7 +157,8 @@ class Candidate:
         run = run_partition(self.per_rank, self.strategy, self.partition, timeline=True)
         assert run.timeline is not None
         assert abs(run.ttft_s - self.ttft_s) <= 1e-9 * self.ttft_s, "the executors disagree"
-        return replace(run.timeline, bases=bases_of(self.per_rank, self.strategy, self.partition, run.timeline))
+        bases = bases_of(self.per_rank, self.strategy, self.partition, run.timeline)
+        return replace(run.timeline, bases=bases, shares=self.shares)
 
     @property
     def prefix_access(self) -> PrefixAccess | None:

@@ -37,7 +37,7 @@ from planner.candidates import (
     ttft_of,
 )
 from planner.deploy_engines import engines_with, layout_on_gpus
-from planner.promise import limits_of, promise_of
+from planner.promise import promise_of
 from planner.search.bound import lower_bound_s
 from planner.search.search import search
 from planner.uncertainty.intervals import is_indistinguishable, measured_coverage, provenance
@@ -99,7 +99,7 @@ def make_plan(
         noise=_noise_report(disturbance),
         shortfall=_shortfall(ranking),
         promise=promise_of(first.ttft_high_s, target or TargetArgs()) if first.fits else None,
-        limits=limits_of(ranking.best),
+        limits=ranking.best.limits,
     )
 
 

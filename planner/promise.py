@@ -9,9 +9,9 @@ from kvrsim.compile import build_program, columns
 from kvrsim.executors.run import Runner
 from kvrsim.kernels.cost import WeightedCost, listing
 from kvrsim.results.results import Limit, Promise
-from kvrsim.scenario import Scenario
+from kvrsim.scenario import Partition, Scenario
+from kvrsim.strategies import Strategy
 from kvrsim.units import scale
-from planner.candidates import Candidate
 
 SHARE = 0.9  # share of prefills that keep the promise: the upper end of an 80 % interval
 _REQUESTS, _WARM_UP = 40_000, 4_000  # requests of a simulated queue; the first ones are not counted
@@ -31,12 +31,13 @@ _WORDS = {  # kind of operation: its name, and how to make it faster
 }
 
 
-def limits_of(one: Candidate) -> tuple[Limit, ...]:
+def limits_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> tuple[Limit, ...]:
     """The shares of the kinds of operations in the critical path, largest first.
 
-    The share is the relative growth of TTFT if only these operations are slower, over their relative slowdown.
+    The share is the relative growth of TTFT if only these operations are slower, over their relative slowdown. With a
+    single critical path, this is their share of its seconds. scenario: as one rank of the strategy sees it.
     """
-    scenario, strategy, chunks = one.per_rank, one.strategy, columns(one.partition.chunk_lens)
+    chunks = columns(partition.chunk_lens)
     cost, parts = listing(scenario.cost)
     build_program(scenario, strategy, chunks[: 1 if strategy.pipeline else None], cost)
     kinds = list(dict.fromkeys(part.kind for part in parts))

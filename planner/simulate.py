@@ -67,7 +67,8 @@ def run_simulation(
         from planner.uncertainty.basis import bases_of, breakdown
 
         table = breakdown(per_rank, own, partition, finish_s, spans) if "breakdown" in record else None
-        spans = replace(spans, bases=bases_of(per_rank, own, partition, spans)) if "timeline" in record else None
+        bases, shares = bases_of(per_rank, own, partition, spans), candidate.shares if draw is None else {}
+        spans = replace(spans, bases=bases, shares=shares) if "timeline" in record else None
     table_notes: tuple[str, ...] = ()
     if search.partition is None and own.partition_rule == "table" and search.options.table is not None:
         table_notes = search.options.table.notes_for(per_rank, own)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -94,6 +94,8 @@ class Timeline:
     spans: tuple[Span, ...]
     gpus_per_rank: int = 1  # GPUs per rank; they do the same work
     bases: tuple[str, ...] = ()  # basis of each span's seconds, such as "interpolated"; empty: not determined
+    # Share of the critical path by kind of operation, largest first; empty: not determined.
+    shares: Mapping[str, float] = field(default_factory=dict)
 
     def rank_name(self, rank: int) -> str:
         return f"rank {rank}" if self.gpus_per_rank == 1 else f"rank {rank}, {self.gpus_per_rank} GPUs"

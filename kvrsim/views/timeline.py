@@ -75,6 +75,7 @@ def to_data(one: LabelledTimeline) -> dict[str, Any]:
         "end_s": timeline.end_s,
         "tick_s": tick_s,
         "first_tokens_s": _first_tokens_s(timeline),
+        "shares": [*timeline.shares.items()],
         "lanes": [
             {"rank": rank, "link": link} | _columns(lanes[rank, link], tick_s, kinds) for rank, link in sorted(lanes)
         ],

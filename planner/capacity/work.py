@@ -8,7 +8,7 @@ from planner.processes import Pool
 
 _REQUEST_S, _PACKED_S = 1.3e-6, 10e-6  # seconds to simulate one request, alone or in packed steps
 # Usual numbers of simulations in a search: uniform and mixed designs, larger fleets, with `sure`, and for the answer.
-_UNIFORM, _MIXED, _LARGER, _SURE, _ANSWER = 15, 15, 30, 120, 8
+_UNIFORM, _MIXED, _LARGER, _SURE, _ANSWER = 15, 15, 30, 30, 8
 _SEARCH_SHARE = 0.85  # share of the time budget after which no further design is simulated; the answer follows
 
 

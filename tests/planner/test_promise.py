@@ -10,7 +10,7 @@ import pytest
 import kvrsim
 from kvrsim.arguments import TargetArgs
 from planner.candidates import Search
-from planner.promise import limits_of, promise_of
+from planner.promise import promise_of
 
 
 def test_an_idle_promise_is_the_upper_end_of_the_interval() -> None:
@@ -65,7 +65,7 @@ def test_shares_of_the_critical_path_add_up_to_ttft(asked: dict[str, Any], strat
     from kvrsim.strategies import get_strategy
 
     scenario, _ = kvrsim.make_scenario(**asked)
-    limits = limits_of(Search().candidate(scenario, get_strategy(strategy)))
+    limits = Search().candidate(scenario, get_strategy(strategy)).limits
     assert sum(one.share for one in limits) == pytest.approx(1, abs=0.05)
     assert [one.share for one in limits] == sorted((one.share for one in limits), reverse=True)
     assert top in limits[0].operation

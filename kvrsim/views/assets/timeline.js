@@ -106,14 +106,19 @@ kv.ready((data) => {
   // -- the critical path
 
   function limit(timeline) {
+    const shares = timeline.shares.length ? timeline.shares : along(timeline);
+    const words = shares.slice(0, 4).map(([label, share]) => `${label} ${Math.round(100 * share)} %`);
+    return `Critical path of ${timeline.name}: ${words.join(", ")}.`;
+  }
+  /* Of a timeline that was measured, or simulated with noise: the shares of the seconds along the path. */
+  function along(timeline) {
     timeline.path ??= kvSpans.path(timeline);
     const parts = new Map();
     for (const { place, index, seconds } of timeline.path) {
       const label = labels.get(timeline.kinds[timeline.lanes[place].kind[index]].colour);
-      parts.set(label, (parts.get(label) ?? 0) + seconds);
+      parts.set(label, (parts.get(label) ?? 0) + seconds / timeline.first_tokens_s[0]);
     }
-    const shares = [...parts].sort(([, one], [, other]) => other - one).slice(0, 4).map(([label, seconds]) => `${label} ${Math.round((100 * seconds) / timeline.first_tokens_s[0])} %`);
-    return `Critical path of ${timeline.name}: ${shares.join(", ")}.`;
+    return [...parts].sort(([, one], [, other]) => other - one);
   }
   const path = button("path", "Critical path", "Show the operations that TTFT waits for", () => {
     chart.marked.path = !chart.marked.path;
