@@ -328,7 +328,9 @@ class Program:
         """Return the program of some partitions of the batch."""
 
         def some(values: Array) -> Array:
-            return values[..., which] if values.shape[-1] > 1 else values
+            if values.shape[-1] == 1:
+                return values
+            return values[..., which] if isinstance(which, slice) else values.take(which, axis=-1)
 
         return self._map(lambda _, ops: tuple(with_arrays(op, some) for op in ops))
 

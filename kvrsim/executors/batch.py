@@ -389,15 +389,15 @@ class _Evaluation:
 
     def _compute(self, rank: int, segment: Segment) -> None:
         clock, host_s = self.clock[rank], self.hosts_s[rank]
-        self.hosts_s[rank] += segment.host_s
         if self.draw is not None:
             begin_s, seconds = np.maximum(clock, host_s), segment.device_s
             end_s = self._computed_s(rank, begin_s, seconds) if segment.has_noise else begin_s + seconds
-            np.maximum(end_s, self.hosts_s[rank], out=clock)
-            return
-        clock += segment.device_s
-        if not self.leads:
-            np.maximum(clock, segment.floor_s + host_s, out=clock)
+            np.maximum(end_s, host_s + segment.host_s, out=clock)
+        else:
+            clock += segment.device_s
+            if not self.leads:
+                np.maximum(clock, segment.floor_s + host_s, out=clock)
+        self.hosts_s[rank] += segment.host_s
 
     def _send(self, rank: int, message: Message) -> None:
         """Put a message on its link."""

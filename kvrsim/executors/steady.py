@@ -9,7 +9,6 @@ several periods before it comes back to the same rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import reduce
 from itertools import pairwise
 
 import numpy as np
@@ -38,15 +37,14 @@ def steady_advance(
     with np.errstate(invalid="ignore"):  # an unused link has -inf
         advances_s = [late_s - early_s for early_s, late_s in pairwise(states_s)]
         last_s, tolerance_s = advances_s[-1], _SAME * states_s[-1].max(axis=0)
-        least_s, most_s = (
-            [reduce_s(one_s) for one_s in advances_s] for reduce_s in (np.minimum.reduce, np.maximum.reduce)
-        )
-        is_steady = least_s[-1] >= issued_s
+        is_steady = (least_s := last_s.min(axis=0)) >= issued_s
         if in_order:
             is_steady &= (np.abs(last_s - advances_s[0]) <= tolerance_s).all(axis=0)
-            is_steady &= (np.diff(last_s, axis=0) >= -tolerance_s).all(axis=0)
+            is_steady &= (last_s[1:] >= last_s[:-1] - tolerance_s).all(axis=0)
         else:
-            is_steady &= reduce(np.maximum, most_s) - reduce(np.minimum, least_s) <= tolerance_s
+            for one_s in advances_s[:-1]:
+                is_steady &= np.abs(one_s - least_s).max(axis=0) <= tolerance_s
+            is_steady &= last_s.max(axis=0) - least_s <= tolerance_s
     return last_s, is_steady
 
 

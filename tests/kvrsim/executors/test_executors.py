@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,10 +12,13 @@ from hypothesis import strategies as st
 
 from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program
-from kvrsim.executors.batch import run_batch, segment_of
-from kvrsim.program import Compute
+from kvrsim.executors.batch import layer_matrix, run_batch, segment_of
+from kvrsim.executors.event import EventSimulation
+from kvrsim.hardware import load_cluster
+from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send, host_s_of
 from kvrsim.strategies import get_strategy
 from tests.building import examples
+from tests.building.programs import small_cluster
 
 
 @given(
@@ -42,3 +48,39 @@ def test_partitions_do_not_depend_on_the_others_of_their_batch(name: str, model:
     together_s = run_batch(program, scenario.cluster)
     parts_s = [run_batch(program.rows(rows), scenario.cluster) for rows in np.split(np.arange(2048), 8)]
     assert together_s == pytest.approx(np.concatenate(parts_s, axis=1), rel=1e-11, abs=0)
+
+
+@given(seed=st.integers(0, 2**32))
+@examples(60)
+def test_a_layer_is_a_matrix(seed: int) -> None:
+    """The ends of ranks follow from the begins of their devices and of their hosts, which begin together."""
+    rng = random.Random(seed)
+    cluster = replace(small_cluster(rng, 4), topology="switch", network=None, gpus_per_node=None)
+
+    def work(most_host_s: int = 3) -> Compute:
+        seconds = np.array([rng.randint(0, 4), rng.randint(0, 4)], dtype=float)
+        return Compute(name="work", device_s=seconds, host_s=float(rng.randint(0, most_host_s)))
+
+    def gather(among: int | None) -> AllGather:
+        return AllGather(nbytes=np.array([rng.randint(0, 3), rng.randint(0, 3)]) * 1.0, among=among)
+
+    groups, host_s = rng.choices([None, 2], k=rng.randint(0, 2)), float(rng.randint(0, 9))
+    layer = tuple((work(), *(op for among in groups for op in (gather(among), work()))) for _ in range(4))
+    begins = tuple((replace(work(), host_s=host_s),) for _ in layer)
+    program = Program(strategy="test", prologue=begins, layers=(layer,), layer_kind_index=(0,), epilogue=((),) * 4)
+    seconds, floor_s, issued_s = layer_matrix(layer, cluster.path, (2,))
+    starts_s = np.stack([np.maximum(op.device_s, host_s) for (op,) in begins])
+    finish_s = np.maximum((seconds + starts_s).max(axis=1), host_s + floor_s)
+    assert run_batch(program, cluster) == pytest.approx(finish_s, rel=1e-12)
+    assert issued_s.tolist() == [sum(map(host_s_of, own)) for own in layer]
+
+
+def test_a_message_may_be_received_in_a_later_layer() -> None:
+    """Such layers are run in one, because their states do not contain messages in flight."""
+    one, work = np.ones(1), Compute(name="work", device_s=np.array([3.0]))
+    layers = (((Send(dst=1, nbytes=one), work), (work,)), ((work,), (Recv(src=0), work)))
+    none: tuple[tuple[Op, ...], ...] = ((), ())
+    program = Program(strategy="test", prologue=none, layers=layers, layer_kind_index=(0, 1) * 9, epilogue=none)
+    cluster = load_cluster(num_gpus=2).with_link(bandwidth_bytes_per_s=0.1, latency_s=1.0)
+    finish_s = EventSimulation(program, cluster, record=False).finish_s
+    assert run_batch(program, cluster)[:, 0].tolist() == list(finish_s) == [54.0, 94.0]
