@@ -382,7 +382,7 @@ class _Run:
         tracks = graph.tracks
         self.num_waits = np.array([len(track.missing) for track in tracks])
         most = int(self.num_waits.max())
-        missing = np.full((most + 1, self.num_ranks), -1)
+        missing = np.ones((most + 1, self.num_ranks), dtype=np.intp)  # 1 after the last wait, which no message ends
         self.work_of = np.full((most + 1, self.num_ranks), -1)
         works: list[tuple[Array, Value]] = []
         for rank, track in enumerate(tracks):
@@ -453,9 +453,7 @@ class _Run:
         self.arrivals = _Targets(arrivals, after.shape)
         sources = {(target.rank, lane) for (_, lane), targets in arrivals.items() for target in targets}
         # Whether each wait is for one message, and messages arrive in the order of the rank's waits.
-        self.in_order = len(sources) == len({rank for rank, _ in sources}) and bool(
-            np.isin(self.missing, (-1, 1)).all()
-        )
+        self.in_order = len(sources) == len({rank for rank, _ in sources}) and bool((self.missing == 1).all())
 
     def _laters(self, columns: Sequence[Sequence[_Later]], length: int) -> tuple[Array, Array]:
         """Arrays of delays and floors, shape (length, columns, B)."""
