@@ -37,7 +37,9 @@ def test_what_an_engine_makes_of_a_launch_is_compared(monkeypatch: pytest.Monkey
     assert "- vllm, llama-3.1-8b, h100-nvlink, single: ValueError: odd" in page([result])
 
 
-def test_an_interpreter_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_without_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "resolve_launches.py").write_text("import an_engine")
+    monkeypatch.setattr(engine_flags, "__file__", str(tmp_path / "engine_flags.py"))
     monkeypatch.setattr(engine_flags, "launches", lambda _: [])
-    with pytest.raises(InputError, match="an interpreter with vllm installed"):
+    with pytest.raises(InputError, match="an interpreter with vllm installed.*No module named 'an_engine'"):
         resolve_all(deploy_engine("vllm"), sys.executable)
