@@ -78,7 +78,7 @@ def main() -> None:
     """Measure, and write benchmarks/results/defaults.md."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # modules of an installed package are compiled
     with Pool(jobs=cores()) as pool:
-        pairs = pool.ordered(both_answers, [(question,) for question in QUESTIONS])
+        pairs = pool.run_in_order(both_answers, [(question,) for question in QUESTIONS])
     gaps = [gap(mine.best, other.best) for mine, other in pairs]
     engine_gaps = [gap(mine.on_engines, other.on_engines) for mine, other in pairs]
     seconds = [cpu_s(question) for question in QUESTIONS]

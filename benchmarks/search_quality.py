@@ -132,7 +132,7 @@ def _each(pool: Pool, call: Callable[..., Any], arguments: list[tuple[Any, ...]]
         if done % 20 == 0:
             print(f"{what}: {done:.0f} of {total:.0f}", file=sys.stderr, flush=True)
 
-    return pool.ordered(call, arguments, what, report)
+    return pool.run_in_order(call, arguments, what, report)
 
 
 def any_setting(rng: np.random.Generator, topologies: tuple[str, ...]) -> Scenario:

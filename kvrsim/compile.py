@@ -103,7 +103,7 @@ def build_program(
         _check_ends(strategy, even)
     # With fewer chunks than GPUs, the GPUs that run the chunks are not known: slow GPUs are ignored.
     everyone = len(chunks) == scenario.cluster.num_gpus
-    return even.slowed([scenario.cluster.slowness(rank) for rank in ranks]) if everyone else even
+    return even.on_slower_gpus([scenario.cluster.slowness(rank) for rank in ranks]) if everyone else even
 
 
 def _is_own(strategy: Strategy) -> bool:

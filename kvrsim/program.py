@@ -334,7 +334,7 @@ class Program:
 
         return self._map(lambda _, ops: tuple(with_arrays(op, some) for op in ops))
 
-    def slowed(self, factors: Sequence[float]) -> Program:
+    def on_slower_gpus(self, factors: Sequence[float]) -> Program:
         """Return the program on GPUs that are slower by one factor per rank; hosts and links are unchanged."""
         if all(factor == 1.0 for factor in factors):
             return self
@@ -343,11 +343,11 @@ class Program:
     def _map(self, change: Callable[[int, tuple[Op, ...]], tuple[Op, ...]]) -> Program:
         """Return the program with `change` applied to each rank's operations in each block."""
 
-        def changed(block: tuple[tuple[Op, ...], ...]) -> tuple[tuple[Op, ...], ...]:
+        def change_block(block: tuple[tuple[Op, ...], ...]) -> tuple[tuple[Op, ...], ...]:
             return tuple(change(rank, ops) for rank, ops in enumerate(block))
 
-        layers = tuple(map(changed, self.layers))
-        return replace(self, prologue=changed(self.prologue), layers=layers, epilogue=changed(self.epilogue))
+        layers = tuple(map(change_block, self.layers))
+        return replace(self, prologue=change_block(self.prologue), layers=layers, epilogue=change_block(self.epilogue))
 
     @property
     def _blocks(self) -> tuple[tuple[tuple[Op, ...], ...], ...]:

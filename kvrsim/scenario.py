@@ -178,14 +178,14 @@ class Scenario:
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @cached_property
-    def _derived(self) -> dict[Hashable, Any]:
+    def _memo(self) -> dict[Hashable, Any]:
         return {}
 
-    def derived(self, key: Hashable, compute: Callable[[], _Value]) -> _Value:
+    def memoize(self, key: Hashable, compute: Callable[[], _Value]) -> _Value:
         """A value that another module computes from this scenario, once per key."""
-        if key not in self._derived:
-            self._derived[key] = compute()
-        value: _Value = self._derived[key]
+        if key not in self._memo:
+            self._memo[key] = compute()
+        value: _Value = self._memo[key]
         return value
 
     @property
@@ -213,7 +213,7 @@ class Scenario:
         The batch is that of the busiest data group. Layouts of equal sizes share one scenario and its costs.
         """
         sizes = replace(layout, scheme=None, pieces="none")
-        return self.derived(sizes, lambda: self._in_sizes(sizes))
+        return self.memoize(sizes, lambda: self._in_sizes(sizes))
 
     def _in_sizes(self, layout: Layout) -> Scenario:
         request = replace(self.request, batch=-(-self.request.batch // layout.data))
@@ -282,7 +282,7 @@ class Scenario:
 
     def without_communication(self) -> Scenario:
         """The scenario of the paper's TTFT(p): links without cost, and the prefix on all ranks."""
-        return self.derived("without communication", self._without_communication)
+        return self.memoize("without communication", self._without_communication)
 
     def _without_communication(self) -> Scenario:
         quiet = self.with_own_links(1e30, latency_s=0.0)

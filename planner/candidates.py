@@ -170,12 +170,12 @@ class Candidate:
 
 def _program_of(per_rank: Scenario, strategy: Strategy, partition: Partition) -> Program:
     key = "program", strategy, partition
-    return per_rank.derived(key, lambda: build_program(per_rank, strategy, columns(partition.chunk_lens)))
+    return per_rank.memoize(key, lambda: build_program(per_rank, strategy, columns(partition.chunk_lens)))
 
 
 def _memory_of(per_rank: Scenario, strategy: Strategy, partition: Partition) -> tuple[RankMemory, ...]:
     program = None if strategy.pipeline is not None else _program_of(per_rank, strategy, partition)
-    return per_rank.derived(("memory", strategy, partition), lambda: memory_of(per_rank, strategy, partition, program))
+    return per_rank.memoize(("memory", strategy, partition), lambda: memory_of(per_rank, strategy, partition, program))
 
 
 def ttft_of(per_rank: Scenario, strategy: Strategy, partition: Partition) -> float:
@@ -189,7 +189,7 @@ def per_rank_scenario(scenario: Scenario, strategy: Strategy) -> Scenario:
     Raises InputError where the strategy cannot run.
     """
     key = strategy if strategy.stage_layers is None else replace(strategy, stage_layers=None)
-    return scenario.derived(key, lambda: _with_prefix_access(for_strategy(scenario, strategy), strategy))
+    return scenario.memoize(key, lambda: _with_prefix_access(for_strategy(scenario, strategy), strategy))
 
 
 def _with_prefix_access(per_rank: Scenario, strategy: Strategy) -> Scenario:
@@ -520,7 +520,7 @@ def least_bytes(scenario: Scenario, strategy: Strategy) -> int:
     like = chain_like(strategy) if strategy.near_chain else strategy
     even = Partition.even(tokens, max(1, number))
     if strategy.partition_rule == "search":
-        memory = per_rank.derived(("least memory", like), lambda: memory_of(per_rank, like, even))
+        memory = per_rank.memoize(("least memory", like), lambda: memory_of(per_rank, like, even))
     else:
         memory = _memory_of(per_rank, like, even)
     if strategy.partition_rule == "searched-pieces":

@@ -332,7 +332,7 @@ def _under_noise(
 
     pool = disturbance.pool or Pool()
     work = [(one, one.ttft_s, replace(disturbance, pool=None)) for one in candidates]
-    each = pool.ordered(_distribution, work, "strategies under noise", on_progress)
+    each = pool.run_in_order(_distribution, work, "strategies under noise", on_progress)
     return {one.strategy.name: noisy for one, noisy in zip(candidates, each, strict=True)}
 
 

@@ -82,7 +82,7 @@ class Pool:
             get_reusable_executor().shutdown(wait=True, kill_workers=True)
         self._open.close()
 
-    def ordered(
+    def run_in_order(
         self,
         call: Callable[..., _Result],
         arguments: Sequence[tuple[Any, ...]],

@@ -85,11 +85,11 @@ class _Joint:
         floor_s = np.maximum((other.device_s + self.floor_s).max(axis=1), self.host_s + other.floor_s)
         return _Joint(both_s, floor_s, self.host_s + other.host_s)
 
-    def repeated(self, times: int) -> _Joint:
+    def repeat(self, times: int) -> _Joint:
         """This work several times in a row."""
         if times == 1:
             return self
-        half = self.repeated(times // 2)
+        half = self.repeat(times // 2)
         return half.then(half).then(self) if times % 2 else half.then(half)
 
     @classmethod
@@ -176,7 +176,7 @@ class _PipelineRun:
         @cache
         def layers(kind: int, count: int, ring: tuple[Path, ...], slowness: tuple[float, ...]) -> _Joint:
             if count > 1:
-                return layers(kind, 1, ring, slowness).repeated(count)
+                return layers(kind, 1, ring, slowness).repeat(count)
             each = [slower(own, factor) for own, factor in zip(self.ops.layers[kind], slowness, strict=True)]
             return _Joint.of(each, ring, shape)
 

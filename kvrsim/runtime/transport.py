@@ -381,7 +381,7 @@ def _link_errors(peer: int | None, what: str) -> Iterator[None]:
         raise LinkError(peer, f"{what}: {meaning(error)}") from None
 
 
-class _Stamped:
+class _StampedMessage:
     """A message and the stamp that is sent before it: the earliest time at which the receiver may see the message."""
 
     def __init__(self, stamp: Any, *messages: Pending) -> None:
@@ -418,11 +418,11 @@ class EmulatedTransport(DistributedTransport):
         """Send the arrival time, then the message. A rank's messages leave one after another."""
         self._free_s = max(self._free_s, time.monotonic()) + tensor.nbytes / self.link.bandwidth_bytes_per_s
         stamp = torch.tensor([self._free_s + self.link.latency_s], dtype=torch.float64)
-        return _Stamped(None, super().isend(stamp, dst), super().isend(tensor, dst))
+        return _StampedMessage(None, super().isend(stamp, dst), super().isend(tensor, dst))
 
     def irecv(self, tensor: Any, src: int) -> Pending:
         stamp = torch.empty(1, dtype=torch.float64)
-        return _Stamped(stamp, super().irecv(stamp, src), super().irecv(tensor, src))
+        return _StampedMessage(stamp, super().irecv(stamp, src), super().irecv(tensor, src))
 
     all_gather, all_reduce = Transport.all_gather, Transport.all_reduce
 

@@ -147,7 +147,7 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
         epilogue=(*((),) * (len(ranks) - 1), epilogue),
         layer_numbers=tuple((layers[stage].start,) * len(numbers) for stage, _ in ranks),
     )
-    return even.slowed([scenario.cluster.slowness(rank) for rank in range(len(ranks))])
+    return even.on_slower_gpus([scenario.cluster.slowness(rank) for rank in range(len(ranks))])
 
 
 def pipeline_computes_s(

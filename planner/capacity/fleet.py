@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.program import Array
-from planner.capacity.packing import Begun, Packing, PackingRule
+from planner.capacity.packing import Packing, PackingRule, PartialPrompt
 from planner.capacity.workload import Lengths, Workload
 
 WHOLE = "whole"  # every GPU of a group holds all weights
@@ -225,7 +225,7 @@ def _run_packed(pool: Pool, packing: Packing) -> PoolRun:
     service, count = pool.service, len(pool.arrival_s)
     begin_s, end_s, served_by = np.full(count, np.inf), np.full(count, np.inf), np.zeros(count, dtype=np.int64)
     free_s = [[-_NEVER] * packing.num_stages for _ in range(pool.replicas)]  # time at which each stage is free
-    begun: list[Begun | None] = [None] * pool.replicas
+    begun: list[PartialPrompt | None] = [None] * pool.replicas
     idle = [(-_NEVER, group) for group in range(pool.replicas)]
     busy: list[tuple[float, int]] = []  # (time when the first stage is free, group) of each busy group
     arrivals, queue, arrived, total_s, now = [*pool.arrival_s.tolist(), _NEVER], deque[int](), 0, 0.0, -_NEVER

@@ -49,7 +49,7 @@ class Piece(NamedTuple):
         return self.prefix + self.tokens == self.context
 
 
-class Begun(NamedTuple):
+class PartialPrompt(NamedTuple):
     """A prompt of which some pieces are computed."""
 
     prompt: int
@@ -68,7 +68,7 @@ class PackingRule:
         self.new_tokens, self.cached_prefix = new_tokens, cached_prefix
         self.budget, self.most_tokens = budget, most_tokens
 
-    def step(self, begun: Begun | None, queue: deque[int]) -> tuple[list[Piece], Begun | None]:
+    def step(self, begun: PartialPrompt | None, queue: deque[int]) -> tuple[list[Piece], PartialPrompt | None]:
         """Take prompts from the queue; return the pieces of the next step, and the prompt that it leaves unfinished."""
         pieces: list[Piece] = []
         room, in_memory = self.budget, 0
@@ -76,14 +76,14 @@ class PackingRule:
             if begun is None:
                 if not queue or (pieces and in_memory + self._context(queue[0]) > self.most_tokens):
                     break
-                begun = Begun(queue.popleft(), 0)
+                begun = PartialPrompt(queue.popleft(), 0)
             prompt, done = begun
             tokens = min(room, self.new_tokens[prompt] - done)
             piece = Piece(prompt, tokens, self.cached_prefix[prompt] + done, self._context(prompt), not done)
             pieces.append(piece)
             room -= tokens
             in_memory += piece.context
-            begun = None if piece.is_last else Begun(prompt, done + tokens)
+            begun = None if piece.is_last else PartialPrompt(prompt, done + tokens)
         return pieces, begun
 
     def _context(self, prompt: int) -> int:

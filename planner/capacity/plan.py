@@ -66,7 +66,7 @@ def plan_capacity(
         policy.names is None and not policy.engines
     )  # whether a second search, of strategies of engines, may follow
 
-    def planned(times: ServiceTimes, searches: float) -> CapacityPlan:
+    def plan_by(times: ServiceTimes, searches: float) -> CapacityPlan:
         limits = _limits(scenario, request.limits, times.policy)
         times.fill(limits.sizes, work, searches)
         if not (sizes := tuple(filter(times.layouts, limits.sizes))):
@@ -74,10 +74,10 @@ def plan_capacity(
         simulator = FleetSimulator(replace(request, limits=replace(limits, sizes=sizes)), workloads, times, work)
         return _plan(simulator, warnings)
 
-    theory = planned(times, 1.3 if is_free else 1.0)
+    theory = plan_by(times, 1.3 if is_free else 1.0)
     if not is_free or theory.answer is None or theory.answer.engine is not None:
         return theory
-    practice = planned(times.under(replace(policy, deployable=True)), 1.0)
+    practice = plan_by(times.under(replace(policy, deployable=True)), 1.0)
     if practice.answer is None:
         note = "no fleet that an engine has today meets the target"
         if work.left_out or times.left_out:

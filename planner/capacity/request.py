@@ -27,7 +27,7 @@ class Target:
     slo_s: float
     percentile: float  # at most 100, which means all requests
 
-    def allowed(self, requests: int) -> int:
+    def most_late(self, requests: int) -> int:
         """Number of requests that may be late."""
         return requests - max(1, math.ceil(self.percentile / 100 * requests - 1e-9))
 

@@ -106,7 +106,7 @@ class FleetSimulator:
         self.request, self.workloads, self.times = request, workloads, times
         self.target, self.limits = request.target, request.limits
         self.requests = sum(map(len, workloads))
-        self.allowed = self.target.allowed(self.requests)  # requests of all workloads together that may be late
+        self.allowed = self.target.most_late(self.requests)  # requests of all workloads together that may be late
         self.work = work or Work(request, self.requests)
         self._services: dict[GroupType, list[Service]] = {}
         self._buckets: dict[Fleet, Bucket] = {}

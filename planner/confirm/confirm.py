@@ -211,7 +211,7 @@ def measured_here(
     gather = "a ring of sends between neighbours" if hardware.gather(scenario) == "ring" else "the backend's own"
     conditions = {**report.conditions, "repetitions": repetitions, "all-gather of tsp": gather}
     if mode == "virtual":
-        timings = {name: composed(fitting[name], timing) for name, timing in timings.items()}
+        timings = {name: compose(fitting[name], timing) for name, timing in timings.items()}
         conditions |= {
             "ranks": f"{scenario.cluster.num_gpus}, virtual, one after another on one device",
             "modelled": f"messages and waiting, by {scenario.cluster.describe()}",
@@ -220,7 +220,7 @@ def measured_here(
     return timings, conditions, notes
 
 
-def composed(candidate: Candidate, timing: Timing) -> Timing:
+def compose(candidate: Candidate, timing: Timing) -> Timing:
     """Return measurements of virtual ranks with TTFTs composed of measured parts and modelled messages.
 
     The timeline is that of the median repetition.

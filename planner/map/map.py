@@ -261,7 +261,7 @@ def make_map(
         for place in scenarios
         if place.num_gpus > place.request.new_tokens
     }
-    results = (pool or Pool()).ordered(_at_place, [(place, strategies) for place in places], "points", on_progress)
+    results = (pool or Pool()).run_in_order(_at_place, [(place, strategies) for place in places], "points", on_progress)
     for here, reasons in results:
         points.extend(here)
         refused |= dict.fromkeys(reasons)

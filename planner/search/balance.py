@@ -241,7 +241,7 @@ def balanced_chunks(scenario: Scenario, strategy: Strategy) -> Array:
     context is found on finer and finer grids, then by linear interpolation between two targets. All ranks and targets
     are evaluated together, so that the number of calls does not increase with the ranks.
     """
-    return scenario.derived(("balanced", strategy), lambda: _balanced(ChainWork(scenario, strategy)))
+    return scenario.memoize(("balanced", strategy), lambda: _balanced(ChainWork(scenario, strategy)))
 
 
 def _balanced(chain: ChainWork) -> Array:

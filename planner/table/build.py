@@ -188,7 +188,7 @@ def _even_ttft_s(scenario: Scenario, strategy: Strategy) -> float:
     """The strategy's TTFT with even chunks."""
     even = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus)
     per_rank = per_rank_scenario(scenario, strategy)
-    return per_rank.derived(("even", strategy), lambda: ttft_of(per_rank, strategy, even))
+    return per_rank.memoize(("even", strategy), lambda: ttft_of(per_rank, strategy, even))
 
 
 def make_table(
@@ -226,7 +226,7 @@ def make_table(
     steps = quantization_steps(replace(scenario, request=longest))
     around = _neighbours(drafts)
     work = [(scenarios[key], own, drafts[key], around[key], steps) for key in scenarios if key in drafts]
-    entries = pool.ordered(entry_of, work, "comparisons with neighbours", on_progress)
+    entries = pool.run_in_order(entry_of, work, "comparisons with neighbours", on_progress)
     setting = TableSetting.of(scenario, own.name)
     return PartitionTable(setting=setting, kvrsim_version=__version__, steps=steps, entries=tuple(entries))
 

@@ -62,7 +62,7 @@ def test_no_backend_changes_a_byte(backend: str, package: str) -> None:
 
 def test_progress_counts_up_to_all() -> None:
     reports: list[tuple[float, float | None, str]] = []
-    results = Pool().ordered(pow, [(2, 3), (3, 2)], "powers", lambda *report: reports.append(report))
+    results = Pool().run_in_order(pow, [(2, 3), (3, 2)], "powers", lambda *report: reports.append(report))
     assert (results, reports) == ([8, 9], [(1, 2, "powers"), (2, 2, "powers")])
 
 

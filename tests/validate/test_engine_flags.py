@@ -41,5 +41,5 @@ def test_an_interpreter_without_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_
     (tmp_path / "resolve_launches.py").write_text("import an_engine")
     monkeypatch.setattr(engine_flags, "__file__", str(tmp_path / "engine_flags.py"))
     monkeypatch.setattr(engine_flags, "launches", lambda _: [])
-    with pytest.raises(InputError, match="an interpreter with vllm installed.*No module named 'an_engine'"):
+    with pytest.raises(InputError, match=r"an interpreter with vllm installed.*No module named 'an_engine'"):
         resolve_all(deploy_engine("vllm"), sys.executable)

@@ -85,7 +85,7 @@ class DirectChain(Chain):
         self.post_after(layer)
 
 
-class Gathered(Exchange):
+class GatherExchange(Exchange):
     """TSP: each rank gathers the K and V of all tokens in its own buffer. A state goes from rank to rank."""
 
     @classmethod

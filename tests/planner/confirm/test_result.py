@@ -20,7 +20,7 @@ from kvrsim.runtime.plan import Difference, RunPlan, Timing
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.candidates import Search
-from planner.confirm.confirm import composed, further_candidates
+from planner.confirm.confirm import compose, further_candidates
 from planner.confirm.hardware import Hardware, is_same_device
 from planner.confirm.result import Confirmation, MeasuredCandidate, Targets
 from tests.building import Draws, any_scenario, draws, examples
@@ -140,7 +140,7 @@ def parts_of(program: Program) -> list[dict[tuple[int | None, str], float]]:
 def test_virtual_ranks_that_measure_what_is_predicted_compose_to_the_prediction(rng: Draws, name: str) -> None:
     scenario: Scenario = any_scenario(rng, host=False, topologies=("switch", "chain", "bus"))
     one = Search().candidate(scenario, STRATEGIES[name])
-    timing = composed(one, Timing(plan=PLAN, parts=(tuple(parts_of(one.program)),) * 2))
+    timing = compose(one, Timing(plan=PLAN, parts=(tuple(parts_of(one.program)),) * 2))
     assert timing.ttft_s == pytest.approx((one.ttft_s,) * 2)
     assert timing.timeline is not None
     assert timing.timeline.end_s >= one.ttft_s * (1 - 1e-9)
