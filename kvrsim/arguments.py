@@ -16,9 +16,8 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from kvrsim.choices import EXECUTORS, FLEET_OBJECTIVES, MAP_STRATEGIES, METHODS, POOL_BACKENDS
 from kvrsim.errors import InputError
@@ -227,8 +226,7 @@ def _refusal(parameter: str, value: object, accepted: str) -> InputError:
 # Declarations
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """An argument of a function or a command."""
 
     default: Any = None  # REQUIRED: it must be given
@@ -276,7 +274,7 @@ def options_of(group: type[Arguments]) -> Mapping[str, Option]:
             for name, metavar, help in _ENTRY.findall(entries):
                 placeholder = "" if metavar == "bool" else metavar
                 words = " ".join(help.split())
-                options[name] = replace(options[name], section=section, metavar=placeholder, help=words)
+                options[name] = options[name]._replace(section=section, metavar=placeholder, help=words)
     group.declared = options
     return options
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,7 @@ WorkKind = Literal["request", "embedding", "qkv", "append", "attention", "merge"
 Payload = Literal["KV", "activations", "heads", "state", "tokens"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compute:
+class Compute(NamedTuple):
     """Work on the rank's own compute stream."""
 
     name: str  # name in a timeline
@@ -43,8 +42,7 @@ class Compute:
     kind: WorkKind = "other"  # kind of work, which decides the colour in a picture
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Hand a message to the link towards `dst`; messages on a link go first in, first out.
 
     The message overlaps computation. A rendezvous instead starts when the receiver has reached its Recv, and
@@ -59,8 +57,7 @@ class Send:
     payload: Payload = "KV"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recv:
+class Recv(NamedTuple):
     """Hold the compute stream until the next message from `src` has arrived."""
 
     src: int
@@ -69,8 +66,7 @@ class Recv:
     payload: Payload = "KV"  # same value as in the matching Send
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AllGather:
+class AllGather(NamedTuple):
     """A ring of p - 1 steps that gathers K and V: in each step, a rank passes the piece received last to the next rank.
 
     There is no barrier: a piece moves when the sender holds it, both ranks have reached the collective
@@ -88,8 +84,7 @@ class AllGather:
         return range(first, first + size)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RingPass:
+class RingPass(NamedTuple):
     """p rounds of work on a piece. In each round but the last, the piece is also sent to the next rank.
 
     There are two buffers: one is worked on and sent, the other receives. A piece moves when both ranks have reached
@@ -107,8 +102,7 @@ class RingPass:
     payload: Payload = "KV"  # content of the pieces
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AllToAll:
+class AllToAll(NamedTuple):
     """Messages from a rank's chunk to every other rank, one after another, the next rank first.
 
     Every message waits until its receiver reaches the collective. A rank goes on when all its messages have left
@@ -120,8 +114,7 @@ class AllToAll:
     payload: Payload = "heads"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Collective:
+class Collective(NamedTuple):
     """A collective among the GPUs of a rank. They do the same work, so they reach it together."""
 
     name: str  # name in a timeline
@@ -130,8 +123,7 @@ class Collective:
     host_s: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """Hold the compute stream until a part of the cached prefix has been loaded.
 
     A rank's loads go first in, first out, over a link of their own, and overlap all other work. With `ahead`, the
@@ -186,9 +178,10 @@ def beside_message_s(work_s: Array, flight_s: Array, share: float) -> Array:
 
 def with_arrays(op: Op, change: Callable[[Array], Array]) -> Op:
     """Return the operation with `change` applied to each of its arrays."""
-    values = {one.name: getattr(op, one.name) for one in fields(op)}
-    arrays = {name: change(value) for name, value in values.items() if isinstance(value, np.ndarray)}
-    return replace(op, **arrays)  # type: ignore[arg-type]
+    arrays: dict[str, Any] = {
+        name: change(value) for name, value in op._asdict().items() if isinstance(value, np.ndarray)
+    }
+    return op._replace(**arrays)
 
 
 def slowed_by_pending_recv(ops: tuple[Op, ...], share: float | Array) -> tuple[Op, ...]:
@@ -201,7 +194,7 @@ def slowed_by_pending_recv(ops: tuple[Op, ...], share: float | Array) -> tuple[O
     if not np.any(share) or not any(isinstance(op, Recv) and not op.rendezvous for op in ops):
         return ops
     factor = 1.0 / (1.0 - share)
-    return tuple(replace(op, device_s=factor * op.device_s) if isinstance(op, Compute) else op for op in ops)
+    return tuple(op._replace(device_s=factor * op.device_s) if isinstance(op, Compute) else op for op in ops)
 
 
 def slower(ops: Sequence[Op], factor: float | Array) -> tuple[Op, ...]:
@@ -209,7 +202,7 @@ def slower(ops: Sequence[Op], factor: float | Array) -> tuple[Op, ...]:
     if isinstance(factor, float) and factor == 1.0:
         return tuple(ops)
     return tuple(
-        replace(op, device_s=factor * op.device_s)
+        op._replace(device_s=factor * op.device_s)
         if isinstance(op, Compute | RingPass) and op.kind != "request"
         else op
         for op in ops

@@ -338,8 +338,7 @@ def _check_partition(partition: Sequence[int], per_rank: Scenario, strategy: Str
 # -- strategies to compare
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ComparedStrategies:
+class ComparedStrategies(NamedTuple):
     """The strategies that a plan compares."""
 
     strategies: tuple[Strategy, ...]

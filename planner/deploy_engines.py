@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.compile import layout_of
@@ -24,8 +23,7 @@ OptionKind = str | Sequence[str]  # "int", "float", "str", "flag", or the allowe
 _MOST_SPARSE_CONTEXT = 8  # most GPUs for SGLang's context parallelism of sparse attention
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeployEngine:
+class DeployEngine(NamedTuple):
     """A serving engine, in the version that was examined."""
 
     name: str

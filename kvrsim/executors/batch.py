@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial, reduce
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -48,8 +48,7 @@ _LARGE = 2**14  # partitions x ranks of a large batch, whose last partitions to 
 _FEW = 16  # a large batch leaves at most 1/16 of its partitions to this second run
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Consecutive computations as one function of time: `t' = max(t + device_s, host_begin + floor_s)`."""
 
     device_s: Array
@@ -88,8 +87,7 @@ def segment_of(ops: Sequence[Op]) -> Segment:
 NO_WORK = Segment(np.zeros(1), np.full(1, -np.inf), 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """A send with its time on the link."""
 
     dst: int
@@ -147,7 +145,7 @@ def _compile(rank: int, ops: Sequence[Op], path_to: Callable[[int, int], Path], 
 
 def _wide(segment: Segment) -> Segment:
     """Return the segment with an additional axis of samples."""
-    return replace(segment, device_s=segment.device_s[..., None], floor_s=segment.floor_s[..., None])
+    return segment._replace(device_s=segment.device_s[..., None], floor_s=segment.floor_s[..., None])
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ of programs up to rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, reduce
 from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -68,8 +68,7 @@ def run_pipeline(
     return run.on_a_bus() if cluster.shares_bandwidth else run.finish_s()
 
 
-@dataclass(frozen=True, slots=True)
-class _Joint:
+class _Joint(NamedTuple):
     """Work of a stage's context ranks on all pieces, as a function of the times at which the ranks begin.
 
     Rank j ends at the latest of `begin_i + device_s[j, i]` over all ranks i, and of `host begin + floor_s[j]`.

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -168,8 +168,7 @@ def run_program(program: Program, cluster: Cluster | Links, draw: NoiseDraw | No
     return np.stack(each_s, axis=1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Result of one partition."""
 
     finish_s: tuple[float, ...]  # end of each rank

@@ -31,7 +31,18 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from kvrsim.errors import InputError
 from kvrsim.io.files import read_text, write_atomically
@@ -70,16 +81,14 @@ class Range:
         return low + (" and" + high if low and high else high)
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """A condition on a value, in addition to its type."""
 
     accepted: str  # the condition in words, for messages
     holds: Callable[[Any], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
+class Keys(NamedTuple):
     """The only keys of a mapping."""
 
     names: tuple[str, ...]

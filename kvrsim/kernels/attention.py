@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -48,8 +48,7 @@ _NOT_COUNTED = np.full(1, np.nan)
 _MOST_ELEMENTS = 2**13  # largest array that holds the blocks of all counts; larger arrays cause page faults
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """Size of one attention call."""
 
     chunk: Array  # queries
@@ -58,8 +57,8 @@ class AttentionCall:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int  # width of queries and keys
-    v_head_dim: int | None = None  # width of values; None: the width of keys
     score_bytes: float  # bytes that an eager kernel moves per element of the score matrix
+    v_head_dim: int | None = None  # width of values; None: the width of keys
     reach: int | None = None  # largest number of keys that a query sees, its own included; None: all keys up to its own
     own: bool = True  # whether the keys include the chunk's own, which are causally masked and appended to the cache
     latent: bool = False  # whether keys and values are expanded from one latent per token, or are the latents
@@ -312,7 +311,7 @@ class FlashRates:
         tile_s = 0.0 if self.splits_keys else self.tile_s
         slots_s = queries * (tile_s + keys * (self._step_s(call) / self.key_block))
         slots = max(self.concurrent_tiles, self.num_sms / self.alone_share)
-        counted = replace(call, causal=0.0 * call.causal) if call.part_of_chunk else call
+        counted = call._replace(causal=0.0 * call.causal) if call.part_of_chunk else call
         return self._call_s(counted, batch, element_bytes, slots_s / slots)
 
     def _step_s(self, call: AttentionCall) -> Any:
@@ -521,7 +520,7 @@ class SoftmaxCost(MergedCost):
         before = prefix + np.concatenate(numbers).reshape(-1, *ones) * queries
         queries = np.broadcast_to(queries, before.shape)
         blocks = self._call(queries, self.visible(before), self._causal(queries, before))
-        each_s = self.cost.call_s(replace(blocks, part_of_chunk=True))
+        each_s = self.cost.call_s(blocks._replace(part_of_chunk=True))
         if len(counts) == 1:
             seconds = each_s.sum(axis=0, keepdims=True)
         else:
@@ -642,4 +641,4 @@ class LatentCost(MergedCost):
         """Seconds of all heads' attention to the latents."""
         width, rotated = self.mixer.kv_lora_rank, self.mixer.qk_rope_head_dim
         call = self._call(chunk, prefix, chunk * (prefix + 0.5 * chunk))
-        return self.cost.call_s(replace(call, num_key_value_heads=1, head_dim=width + rotated, v_head_dim=width))
+        return self.cost.call_s(call._replace(num_key_value_heads=1, head_dim=width + rotated, v_head_dim=width))

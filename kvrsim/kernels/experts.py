@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
@@ -44,8 +44,7 @@ POWER_LAW_LOAD_SD = 1.88
 _ROUTING_KERNELS = 6
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertsCall:
+class ExpertsCall(NamedTuple):
     """Work of one layer's routed experts on one GPU."""
 
     tokens: Array  # tokens of each sequence, on this GPU before routing, any shape

@@ -7,7 +7,7 @@ other ranks in every layer. Shares are even and interleaved, so a window contain
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import cast, get_args
+from typing import NamedTuple, cast, get_args
 
 import numpy as np
 
@@ -69,8 +69,7 @@ class PrefixPlacement:
 ON_EVERY_RANK = PrefixPlacement()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrefixAccessPlan:
+class PrefixAccessPlan(NamedTuple):
     """How a rank's attention reaches the cached prefix, in every layer with K and V."""
 
     access: PrefixAccess = "whole"

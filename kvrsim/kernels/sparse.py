@@ -11,6 +11,7 @@ Each step is a kernel. Its time is constant until its queries fill the device, a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +28,7 @@ SparseMixer = Attention | LatentAttention | CompressedAttention
 _SCORE_BYTES = 4.0  # bytes of a score in fp32
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SparseCall:
+class SparseCall(NamedTuple):
     """Queries of a chunk, the keys that they see, and the keys that they attend to."""
 
     chunk: Array  # queries

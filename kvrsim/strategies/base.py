@@ -170,7 +170,7 @@ class Step:
         whole = self._attention("attention", total, self.cached, self.costs.mixer.attention_s(total, self.cached))
         share = chunk / np.maximum(total, 1.0)
         scores = None if whole.score_elements is None else whole.score_elements * share
-        return replace(whole, device_s=whole.device_s * share, score_elements=scores)
+        return whole._replace(device_s=whole.device_s * share, score_elements=scores)
 
     def output_mlp(self, rank: int) -> Compute:
         """Output projection, MLP, norms and residuals of the chunk."""

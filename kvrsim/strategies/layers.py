@@ -7,7 +7,6 @@ a layer with a state, each rank waits for the state of the previous rank, and se
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -162,10 +161,10 @@ def _with_state(step: Step, rank: int, *, in_turn: bool) -> Iterator[Op]:
     """Project the chunk, wait for the state before it, compute, send the state after it on, compute the MLP."""
     yield step.qkv(rank)
     if rank > 0:
-        yield replace(step.recv_kv(rank), payload="state")
+        yield step.recv_kv(rank)._replace(payload="state")
     yield step.scan(rank)
     if rank < step.num_ranks - 1:
-        yield replace(step.send_kv(rank, in_turn=in_turn), payload="state")
+        yield step.send_kv(rank, in_turn=in_turn)._replace(payload="state")
     yield step.output_mlp(rank)
 
 
@@ -210,7 +209,7 @@ def _experts(step: Step, rank: int) -> Iterator[Op]:
         more_s = step.costs.setting.host.collective_s
         yield all_gather(placement.gather, tokens * routed.combined_bytes, more_s)
         yield Compute(name="experts", device_s=routed.seconds(own, together), kind="output+mlp")
-        yield replace(all_gather(placement.gather, tokens * routed.combined_bytes, more_s), name="reduce-scatter")
+        yield all_gather(placement.gather, tokens * routed.combined_bytes, more_s)._replace(name="reduce-scatter")
         return
     sent_tokens = step.costs.setting.batch * routed.reach  # per token of a chunk, to each other rank
     experts = Compute(name="experts", device_s=routed.seconds(own), kind="output+mlp")

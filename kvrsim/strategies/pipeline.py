@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,8 +68,7 @@ def shares(pieces: Array, ranks: int) -> list[Array]:
     return [share + (rank < pieces - ranks * share) for rank in range(ranks)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PieceOps:
+class PieceOps(NamedTuple):
     """Operations of a stage's context ranks for all pieces at once, with arrays of shape (M, B)."""
 
     lengths: Array  # tokens of each piece, shape (M, B)
@@ -175,7 +174,7 @@ def pipeline_computes_s(
 def _of_piece(ops: Sequence[Op], number: int, context: int) -> tuple[Op, ...]:
     """Operations of one piece, taken from those of all pieces; context: number of ranks per stage."""
     own = (with_arrays(op, lambda values: values[number]) for op in ops)
-    return tuple(replace(op, among=context) if isinstance(op, AllGather) else op for op in own)
+    return tuple(op._replace(among=context) if isinstance(op, AllGather) else op for op in own)
 
 
 def refuses(model: ModelSpec, stages: int) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 
@@ -35,7 +34,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     there = _all_to_all(step, np.repeat(chunk[None], ranks - 1, axis=0), queries + keys_values)
     # Bytes of a rank's share of the cached prefix, for the receiver's heads.
     shares = heads.mixer.cache_bytes(step.cached) * step.costs.setting.prefix.share
-    yield replace(there, nbytes=there.nbytes + shares)
+    yield there._replace(nbytes=there.nbytes + shares)
     context = step.cached + total
     yield from _pack(step, (total, queries))
     yield Compute(

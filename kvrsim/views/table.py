@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import compress
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from kvrsim.units import format_bytes, format_seconds
 
@@ -33,16 +33,14 @@ class Text(str):
         return self
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
+class Cell(NamedTuple):
     """A cell with a value to sort by."""
 
     shown: str
     value: float | str | None = None  # value to sort by; None: the cell is sorted last
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Column:
+class Column(NamedTuple):
     """A column of a table."""
 
     title: str  # may have two lines
@@ -92,7 +90,7 @@ def narrowing(table: Table, *optional: str) -> Table:
 
     def rank(column: Column) -> Column:
         rank = next((rank for title, rank in ranks.items() if column.title.startswith(title)), column.rank)
-        return replace(column, rank=rank)
+        return column._replace(rank=rank)
 
     return replace(table, columns=list(map(rank, table.columns)))
 
@@ -177,7 +175,7 @@ def strategies_table(plan: Plan, *, short: bool = False) -> Table:
         Column(title="fits\n", hint=plan.memory_limit.describe()): not short,
         Column(title="engines\n", rank=4): short,
     }
-    columns_here = [replace(one, title=one.label) if short else one for one, is_shown in columns.items() if is_shown]
+    columns_here = [one._replace(title=one.label) if short else one for one, is_shown in columns.items() if is_shown]
     table = Table(columns=columns_here)
     for one in rows:
         cells = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,7 @@ _BRACKET_GROWTH = 2.0  # factor by which a bracket without a crossing grows
 _DAMPING = 0.8  # a longer chunk shortens those after it; without damping, chunks oscillate
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankWork:
+class RankWork(NamedTuple):
     """Seconds of some ranks with given chunks and starts; every field has the shape of the chunks, ranks first."""
 
     compute_s: Array  # device time of all layers

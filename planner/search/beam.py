@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +37,7 @@ _ONE_STAGE = 0  # index of the only rank in a Step
 Layers = tuple[int, ...]  # number of layers of each stage
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
+class Pieces(NamedTuple):
     """Pieces with the TTFT that the beam search predicts."""
 
     ttft_s: float
@@ -46,8 +45,7 @@ class Pieces:
     inner: Index  # indices of the nodes at which pieces end, without the last node
 
 
-@dataclass(frozen=True, slots=True)
-class _Stages:
+class _Stages(NamedTuple):
     """Seconds of every piece between two nodes (a cell), on each stage, for several layouts of layers."""
 
     device_s: Array  # shape (stages, layouts, cells)

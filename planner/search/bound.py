@@ -36,8 +36,8 @@ Other waiting, queueing and contention are ignored, which only lowers the bound.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,8 +55,7 @@ _WALL_SHARE = 0.999  # a wall is proven if a chunk that ends there takes this sh
 FIRST, AGAIN = (0.25, 32), (0.05, 12)  # (half-width of the first bracket as a share of a chunk, number of rounds)
 
 
-@dataclass(frozen=True, slots=True)
-class StallBounds:
+class StallBounds(NamedTuple):
     """Proven lower bounds on the stalls of each rank, given walls."""
 
     fills_s: Array  # least seconds before each rank's first append, shape (ranks, columns)
@@ -68,8 +67,7 @@ class StallBounds:
         return StallBounds(fills_s, np.where(flags, self.received_s, others.received_s))
 
 
-@dataclass(frozen=True, slots=True)
-class Walls:
+class Walls(NamedTuple):
     """Walls for several limits, one per column, and the seconds that the ranks between these walls need."""
 
     chunks: Array  # chunks of all senders but the first, shape (senders - 1, columns)
@@ -212,8 +210,7 @@ def issued_or_loaded_s(scenario: Scenario, strategy: Strategy) -> float:
     return max(float(sum(float(np.sum(op.host_s)) for op in ops)), loaded_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tails:
+class _Tails(NamedTuple):
     """The least seconds of work of the last rank, for each interval of its chunk x."""
 
     whole_s: Array  # seconds of all layers and the head

@@ -168,10 +168,10 @@ def test_flash_skips_what_no_query_sees(rng: Draws) -> None:
     """A smaller window never costs more, and a very wide window costs as much as no window."""
     rates, tokens = any_flash(rng, any_gpu(rng)), sizes(rng)
     call = caller(rng)(tokens, 0.0 * tokens)
-    whole = replace(call, reach=None, causal=0.5 * tokens * tokens)
+    whole = call._replace(reach=None, causal=0.5 * tokens * tokens)
     windows = [1, 64, 1024, 10**9]
     causals = [np.minimum(tokens, one) * (tokens - 0.5 * np.minimum(tokens, one)) for one in windows]
-    calls = [replace(call, reach=one, causal=causal) for one, causal in zip(windows, causals, strict=True)]
+    calls = [call._replace(reach=one, causal=causal) for one, causal in zip(windows, causals, strict=True)]
     seconds = [rates.seconds(one, 1, 2) for one in (*calls, whole)]
     assert all((less <= more * (1 + SLACK)).all() for less, more in itertools.pairwise(seconds))
     assert seconds[-2] == pytest.approx(seconds[-1])
@@ -186,10 +186,10 @@ def test_keys_and_values_count_alike(kernel: str, rng: Draws, v_head_dim: int) -
     tokens = sizes(rng)
     plain = call(tokens, tokens[::-1])
     for time in (rates.seconds, rates.least_seconds):
-        content = time(replace(plain, v_head_dim=plain.head_dim), batch, element_bytes)
+        content = time(plain._replace(v_head_dim=plain.head_dim), batch, element_bytes)
         assert (content == time(plain, batch, element_bytes)).all()
-        wide = replace(plain, head_dim=2 * plain.head_dim, v_head_dim=2 * v_head_dim)
-        mean = replace(plain, head_dim=plain.head_dim + v_head_dim)
+        wide = plain._replace(head_dim=2 * plain.head_dim, v_head_dim=2 * v_head_dim)
+        mean = plain._replace(head_dim=plain.head_dim + v_head_dim)
         assert time(wide, batch, element_bytes) == pytest.approx(time(mean, batch, element_bytes), rel=SLACK)
 
 

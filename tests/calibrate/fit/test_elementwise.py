@@ -20,12 +20,12 @@ def test_blocks_and_merges_of_a_ring_come_back(rate: float) -> None:
     own = replace(plain, block_flops_per_s=rate)
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
     rows = [small.row("block", 1.0, kernel="sdpa", chunk=chunk, prefix=chunk, **sizes) for chunk in (512, 1024, 2048)]
-    call = replace(AttentionRows.of(rows).call, own=False)
+    call = AttentionRows.of(rows).call._replace(own=False)
     seconds = own.seconds(call, 1, 4)
     assert with_blocks(plain, small.timed(rows, seconds)).block_flops_per_s == pytest.approx(rate, rel=1e-4)
     assert with_blocks(plain, []) == plain
     assert (own.least_seconds(call, 1, 4) <= seconds).all()
-    whole = replace(call, own=True)
+    whole = call._replace(own=True)
     np.testing.assert_array_equal(own.seconds(whole, 1, 4), plain.seconds(whole, 1, 4))
     rates = ElementwiseRates.uniform(1e10, fused=False)
     merges = [small.row("merge", nbytes / rate, tokens=nbytes, bytes=nbytes) for nbytes in (2**20, 2**22)]

@@ -212,7 +212,7 @@ def rates() -> LatentRates:
 def test_a_latent_call_takes_them_and_no_other_does() -> None:
     cost = CalibratedCost(rates=H200, traits=H200.traits("flash", 1, 2))
     assert cost.call_s(EXPANDED) == pytest.approx(rates().expanded.seconds(EXPANDED, 1, 2))
-    plain = replace(EXPANDED, latent=False)
+    plain = EXPANDED._replace(latent=False)
     flash = H200.attention["flash"].seconds(plain, 1, 2)
     assert cost.call_s(plain) == pytest.approx(flash)
     assert not np.allclose(cost.call_s(EXPANDED), flash, rtol=0.01)
@@ -229,7 +229,7 @@ def test_shipped_profiles_price_it_below_the_peak(name: str) -> None:
     latent = profile.kernels.latent
     assert latent is not None
     assert profile.operations["latent"].num_rows > 100
-    call = replace(EXPANDED, chunk=np.array([16384.0]), prefix=np.zeros(1), causal=np.array([16384.0**2 / 2]))
+    call = EXPANDED._replace(chunk=np.array([16384.0]), prefix=np.zeros(1), causal=np.array([16384.0**2 / 2]))
     flops = 2 * 16 * (192 + 128) * 16384**2 / 2
     reached = flops / latent.expanded.seconds(call, 1, 2) / latent.expanded.flops_per_s
     assert 0.4 < reached < 1.0

@@ -48,10 +48,10 @@ def test_laws_of_grouped_products(rng: Draws, batch: int) -> None:
     least = call.rows(batch) * 2.0 * call.expert_weights / gpu.peak_flops["fp16"]
     assert (seconds >= least * (1 - 1e-12)).all()
     np.testing.assert_allclose(scale(rates, 2.0).seconds(call, batch, width), 2 * seconds)
-    assert (rates.seconds(replace(call, imbalance=2.0), batch, width) >= seconds * (1 - 1e-12)).all()
-    twice = rates.seconds(replace(call, tokens=2 * call.tokens), batch, width)
+    assert (rates.seconds(call._replace(imbalance=2.0), batch, width) >= seconds * (1 - 1e-12)).all()
+    twice = rates.seconds(call._replace(tokens=2 * call.tokens), batch, width)
     np.testing.assert_allclose(rates.seconds(call, 2 * batch, width), twice)
-    wider = rates.seconds(replace(call, intermediate_size=2 * call.intermediate_size), batch, width)
+    wider = rates.seconds(call._replace(intermediate_size=2 * call.intermediate_size), batch, width)
     assert (wider > seconds).all()
 
 
@@ -86,7 +86,7 @@ def test_shipped_rates(name: str) -> None:
     half = rates.half.seconds(call, 1, 2)[0]
     flops = 8192 * 8 * 2 * call.expert_weights
     assert 0.15 < flops / half / rates.half.flops_per_s < 1
-    if (measured := rates.of(replace(call, compute="fp8_block"))) is not None:
+    if (measured := rates.of(call._replace(compute="fp8_block"))) is not None:
         assert measured[0].seconds(call, 1, measured[1])[0] < 1.25 * half
 
 

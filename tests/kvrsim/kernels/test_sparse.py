@@ -40,14 +40,14 @@ def test_a_call_of_chosen_keys() -> None:
     assert (CALL.mean_keys, CALL.keys, CALL.kernel_keys) == (350.0, 400.0, 50.0)
     assert CALL.score_flops == 100 * 350 * 2 * 4 * 8
     assert CALL.attention_flops == 100 * 50 * 2 * 2 * (3 + 2)
-    few = replace(CALL, prefix=tokens(0.0), chunk=tokens(40.0))
+    few = CALL._replace(prefix=tokens(0.0), chunk=tokens(40.0))
     assert (few.kernel_keys, few.chooses, few.score_flops) == (40.0, 0.0, 0.0)
 
 
 def test_no_limit_counts_more_than_queries_see() -> None:
     """The count equals the mean of min(keys, top_k) over all queries."""
     for prefix, chunk in ((0, 400), (20, 100), (300, 100)):
-        call = replace(CALL, prefix=tokens(prefix), chunk=tokens(chunk))
+        call = CALL._replace(prefix=tokens(prefix), chunk=tokens(chunk))
         seen = np.minimum(prefix + np.arange(chunk) + 0.5, 50).sum()
         assert call.least_attention_flops == pytest.approx(seen * 2 * 2 * 5, rel=0.01)
         assert (call.least_attention_flops <= call.attention_flops).all()
@@ -57,7 +57,7 @@ def test_kernels_come_one_after_another() -> None:
     chosen = 1 + CALL.score_flops
     attended = 100 + 100 * 2 * (50 + 5) * 2 * 5
     assert KERNELS.seconds(CALL, 1) == pytest.approx(chosen + attended)
-    shared = replace(CALL, index_heads=0)
+    shared = CALL._replace(index_heads=0)
     assert KERNELS.seconds(shared, 1) == pytest.approx([attended]), "another layer chose"
     two = (KERNELS.seconds(CALL, 2) - 101) / (KERNELS.seconds(CALL, 1) - 101)
     assert two == pytest.approx([2.0]), "twice the sequences"
@@ -80,11 +80,11 @@ def test_kinds_have_kernels_of_their_own() -> None:
     other, third = (replace(KERNELS, score=replace(KERNELS.score, flops_per_s=rate)) for rate in (2.0, 3.0))
     rates = SparseRates(keys=KERNELS, blocks=other)
     assert rates.of(CALL) is KERNELS
-    entries = replace(CALL, compress_ratio=4, window=16)
+    entries = CALL._replace(compress_ratio=4, window=16)
     assert rates.of(entries) is KERNELS
     assert replace(rates, entries=third).of(entries) is third
-    assert rates.of(replace(CALL, block=128)) is other
-    assert SparseRates(keys=KERNELS).of(replace(CALL, block=128)) is None
+    assert rates.of(CALL._replace(block=128)) is other
+    assert SparseRates(keys=KERNELS).of(CALL._replace(block=128)) is None
     with pytest.raises(InputError, match="keys"):
         SparseRates()
     fields = json.loads(json.dumps(asdict(rates)))
@@ -101,18 +101,18 @@ def test_shipped_rates_rise_and_stay_below_the_datasheet(name: str, block: int) 
     cost = CalibratedCost(rates=profile.kernels, traits=profile.kernels.traits("flash", 1, 2))
     gpu = load_gpu(profile.gpu)
     floor = RooflineCost.of(gpu, cost.traits, "bf16")
-    real = replace(
-        CALL, num_attention_heads=64, head_dim=576, v_head_dim=512, top_k=2048, index_heads=32, index_head_dim=128
+    real = CALL._replace(
+        num_attention_heads=64, head_dim=576, v_head_dim=512, top_k=2048, index_heads=32, index_head_dim=128
     )
     sizes = np.unique(np.round(np.geomspace(1, 262144, 60)))
     for chunk, prefix in ((sizes, 0 * sizes), (sizes, 0 * sizes + 7000), (0 * sizes + 4096, sizes)):
-        call = replace(real, chunk=chunk, prefix=prefix, block=block)
+        call = real._replace(chunk=chunk, prefix=prefix, block=block)
         seconds = cost.call_s(call)
         assert (np.diff(seconds) >= -1e-12).all()
         assert (seconds > floor.call_s(call)).all()
         least = replace(cost, traits=replace(cost.traits, lower_bound=True)).call_s(call)
         assert (least <= seconds).all()
-    ends = replace(real, chunk=65536 - sizes[sizes < 65536], prefix=sizes[sizes < 65536], block=block)
+    ends = real._replace(chunk=65536 - sizes[sizes < 65536], prefix=sizes[sizes < 65536], block=block)
     least = replace(cost, traits=replace(cost.traits, lower_bound=True)).call_s(ends)
     assert (np.diff(least) <= 1e-12).all(), "at a fixed end, no more for a later start"
 
@@ -124,7 +124,7 @@ def test_without_rates_it_is_counted(name: str) -> None:
     assert profile.kernels.sparse is None
     kernel = profile.attention_kernels[0]
     cost = CalibratedCost(rates=profile.kernels, traits=profile.kernels.traits(kernel, 2, 2))
-    call = replace(CALL, chunk=tokens(4096.0), prefix=tokens(65536.0), top_k=2048, index_head_dim=128)
+    call = CALL._replace(chunk=tokens(4096.0), prefix=tokens(65536.0), top_k=2048, index_head_dim=128)
     seconds = cost.call_s(call)
     floor = RooflineCost.of(load_gpu(profile.gpu), cost.traits, "fp16")
     assert (seconds > floor.call_s(call)).all()
