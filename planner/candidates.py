@@ -459,10 +459,12 @@ def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search)
 def _least_s(one: Candidate) -> float:
     """The least TTFT that a search is assumed to find: the rough partition's TTFT minus the largest expected gain.
 
-    On a shared bus, searched chunks may also save all communication time.
+    On a shared bus, rough chunks are far from the best ones.
     """
     if one.strategy.partition_rule == "search" and one.per_rank.cluster.shares_bandwidth:
-        return one.ttft_without_communication_s * (1 - _MOST_GAIN["search"])
+        from planner.search.descents import plan_on_a_bus  # not imported at every start
+
+        return plan_on_a_bus(one.per_rank, one.strategy)[1] * (1 - _MOST_GAIN["search"])
     proven = one.strategy.chains and one.per_rank.chain_is_proven  # the analytical plan is then nearly the best
     return one.ttft_s * (1 - (_MOST_GAIN_OF_CHAIN if proven else _MOST_GAIN[one.strategy.partition_rule]))
 

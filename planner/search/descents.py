@@ -9,6 +9,7 @@ simulates a random part of its moves: many moves gain about as much as the best 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,16 +17,18 @@ import numpy as np
 
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy
-from planner.search.balance import balanced_chunks
+from kvrsim.strategies import Strategy, chain_like
+from planner.search.balance import ChainWork, balanced_chunks
 from planner.search.minimise import (
     Boundaries,
     Evaluate,
+    Evaluator,
     Row,
     apart,
     chunks_between,
     first_step,
     groups,
+    minimise,
     rounded,
     unique_rows,
     valid,
@@ -46,6 +49,8 @@ _SPLITS = (0.1, 0.25, 0.5, 0.75, 0.9)  # shares of the context on the first of t
 _SCATTERED = 40  # number of random seeds of each kind
 _TOGETHER = 32  # moves of all boundaries together, per round
 _PLACES = 8  # largest number of ranks on which seeds concentrate the context, alone or in pairs
+_ENDLESS = 1e30  # bytes/s of links that take no time
+_STRIDES, _FEW_ROUNDS = 64, 12  # strides per even chunk, and rounds, of the search for the least TTFT on a bus
 _BETTER, _BETTER_BY_PART = 1e-5, 3e-5  # least gain of a move, as a share of TTFT: on a bus; elsewhere
 
 
@@ -57,6 +62,43 @@ def most_on_a_bus(scenario: Scenario, strategy: Strategy) -> int:
     num_ranks = scenario.cluster.num_gpus
     pairs = num_ranks - 1 if strategy.chains else num_ranks * (num_ranks - 1) // 2
     return max(_LEAST, _WORK // max(1, pairs * scenario.share.num_hidden_layers))
+
+
+def plan_on_a_bus(scenario: Scenario, strategy: Strategy) -> tuple[Row, float]:
+    """A partition for a shared bus, and about the least TTFT of all partitions, in seconds; scenario: per rank.
+
+    No partition is faster than on links that take no time, nor faster than the bus carries its messages: each rank's
+    keys and values pass once to every later rank, or to the next rank with those of all earlier ranks. The partition
+    with the least maximum of both is searched from balanced chunks of the last ranks.
+    """
+    return scenario.derived(("plan on a bus", strategy), lambda: _plan_on_a_bus(scenario, strategy))
+
+
+def _plan_on_a_bus(scenario: Scenario, strategy: Strategy) -> tuple[Row, float]:
+    tokens, num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+    chain = chain_like(strategy)
+    quiet, messages = Evaluator(scenario.with_own_links(_ENDLESS, latency_s=0.0), strategy), ChainWork(scenario, chain)
+
+    def least_s(boundaries: Boundaries, enough_s: float = math.inf) -> Array:
+        chunks = chunks_between(boundaries, tokens).astype(float)
+        starts = scenario.request.cached_prefix + np.cumsum(chunks, axis=1) - chunks
+        sent_s = messages.work(range(num_ranks), chunks.T, starts.T).sends_s.sum(axis=0)
+        return np.asarray(np.maximum(sent_s, quiet.ttft_s(chunks, enough_s)))
+
+    stride = max(1, tokens // num_ranks // _STRIDES)
+    plans = last_ranks_balanced(scenario, chain, range(1, num_ranks + 1))
+    seeds = unique_rows([rounded(plan, stride, tokens) for plan in plans])
+    best = seeds[int(least_s(seeds).argmin())]
+    return minimise(best, tokens, stride, least_s, rounds=_FEW_ROUNDS)
+
+
+def last_ranks_balanced(scenario: Scenario, chain: Strategy, counts: Sequence[int]) -> Iterator[Array]:
+    """Yield, for each count, balanced chunks of as many last ranks; the other ranks are idle, with 0 tokens."""
+    request, num_ranks = scenario.request, scenario.cluster.num_gpus
+    for used in counts:
+        fewer = replace(request, context_len=request.context_len - (num_ranks - used))
+        balanced = balanced_chunks(replace(scenario.on_gpus(used), request=fewer), chain)
+        yield np.append(np.zeros(num_ranks - used), balanced)
 
 
 @dataclass(slots=True)
@@ -187,8 +229,8 @@ class Descents:
         """Chunks of the seeds. Idle ranks have 0 tokens here; rounding gives them one."""
         yield from self.plans
         ranks, counts = np.arange(self.num_ranks), _spread(1, self.num_ranks)
-        for used in counts if self.is_bus else ():
-            yield np.append(np.zeros(self.num_ranks - used), self._balanced(used))
+        if self.is_bus:
+            yield from last_ranks_balanced(self.scenario, self.chain, counts)
         if not self.wide:
             return
         for used in counts:
@@ -205,12 +247,6 @@ class Descents:
         for evenness in (0.3, 1.0):
             for row in self.rng.dirichlet(np.full(self.num_ranks, evenness), size=_SCATTERED):
                 yield self._scaled(row)
-
-    def _balanced(self, used: int) -> Array:
-        """Balanced chunks of the last `used` ranks."""
-        request = self.scenario.request
-        fewer = replace(request, context_len=request.context_len - (self.num_ranks - used))
-        return balanced_chunks(replace(self.scenario.on_gpus(used), request=fewer), self.chain)
 
     def _scaled(self, shares: Array) -> Array:
         return np.asarray(shares * (self.tokens / shares.sum()))

@@ -38,7 +38,7 @@ _SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 5, 1.2
 _TRIAL_ROUNDS, _BEHIND = 16, 1.03  # rounds after which a scattered partition must be within this factor of the best
 _MOST_SCATTERED_RANKS = 32
 _PROVEN = 1.005
-_POLISHING_ROUNDS, _ROUNDS_ON_OWN_LINKS = 60, 12
+_POLISHING_ROUNDS = 60
 _FINE_ROUNDS, _FINE_GAIN = 12, 5e-4  # rounds of steps below the stride, and their least relative gain in TTFT
 _MANY_ROUNDS = 4  # rounds of a search over many ranks
 _COARSE = 64  # strides in the shortest chunk below which the stride is too coarse
@@ -148,11 +148,19 @@ class _Search:
             boundaries, ttft_s = Grid(self.tokens, self.num_ranks, self._evaluate).search(self.stride)
             return np.array(boundaries, dtype=np.int64), ttft_s, "grid"
         if method == "analytical":
-            seed = rounded(balanced_chunks(self.scenario, self.chain), self.stride, self.tokens)
+            seed = self._analytical()
             return seed, float(self._evaluate(seed[None])[0]), "analytical"
         if self.evaluator.is_fast:
             return (*self._refined_from(self._seeds()), "auto")
         return (*self._descended(), "auto")
+
+    def _analytical(self) -> Row:
+        """Boundaries of balanced chunks; on a bus, also limited by the bytes of all messages."""
+        if not self.scenario.cluster.shares_bandwidth:
+            return rounded(balanced_chunks(self.scenario, self.chain), self.stride, self.tokens)
+        from planner.search.descents import plan_on_a_bus
+
+        return to_grid(plan_on_a_bus(self.scenario, self.strategy)[0].astype(float), self.stride, self.tokens)
 
     def _descended(self) -> tuple[Row, float]:
         from planner.search.descents import Descents
@@ -160,7 +168,8 @@ class _Search:
         if self.warm_start is not None and self.strategy.chains and not self._uses_query_blocks(self._scattered()):
             return self.warm_start, float(self._evaluate(self.warm_start[None])[0])
         is_bus = self.scenario.cluster.shares_bandwidth
-        seeds = self._plans_on_own_links() if is_bus else list(self._seeds())
+        near = [] if self.warm_start is None else [self.warm_start]
+        seeds = [self._analytical(), *near] if is_bus else list(self._seeds())
         plans = [chunks_between(seed, self.tokens).astype(float) for seed in seeds]
         descents = Descents(
             self.scenario,
@@ -181,18 +190,6 @@ class _Search:
         layers = build_program(self.scenario, self.strategy, list(chunks.T)).layers
         ops = [op for kind in layers for own in kind for op in own if isinstance(op, Compute)]
         return any(op.query_blocks is not None and op.query_blocks.max() > 1 for op in ops)
-
-    def _plans_on_own_links(self) -> list[Row]:
-        """Boundaries of the best partitions on links of each rank's own, and the warm start."""
-        # The bandwidth of a flow is between 1 / (p - 1) of the bus and all of it; plans for both bandwidths are seeds.
-        bandwidth_bytes_per_s, plans = self.scenario.cluster.link.bandwidth_bytes_per_s, list[Row]()
-        step = max(default_stride(self.tokens, self.num_ranks), self.stride)
-        for flows in sorted({1, self.num_ranks - 1}):
-            own = self.scenario.with_own_links(bandwidth_bytes_per_s / flows)
-            run = _Search(own, self.chain, Evaluator(own, self.chain), step)
-            is_fast = run.evaluator.is_fast
-            plans.append((run._refined(run._seeds(), _ROUNDS_ON_OWN_LINKS) if is_fast else run._descended())[0])
-        return plans if self.warm_start is None else [*plans, self.warm_start]
 
     def _refined_from(self, seeds: Boundaries) -> tuple[Row, float]:
         """Refine the best seed, then partitions between walls of the bound and scattered ones, if nearly as fast.

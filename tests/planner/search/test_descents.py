@@ -11,6 +11,7 @@ import kvrsim
 from kvrsim.builder import make_scenario
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.candidates import per_rank_scenario
+from planner.search.descents import plan_on_a_bus
 from planner.search.minimise import Evaluator
 from planner.search.search import search
 from tests.building import Draws, any_scenario, draws, examples
@@ -48,6 +49,19 @@ def test_on_a_bus(rng: Draws) -> None:
     own = replace(scenario, cluster=replace(scenario.cluster, topology="switch"))
     plan = search(own, KVR).partition.chunk_lens
     assert found.ttft_s <= evaluator.one(plan) * CLOSE
+
+
+@pytest.mark.parametrize("name", ["kvr-s", "kvr-b", "kvr-direct", "tp2+kvr-s"])
+def test_the_plan_for_a_bus_is_near_the_best(name: str) -> None:
+    """Its least TTFT is no TTFT of a partition, but close to the best; its partition is simulated once."""
+    asked = {"gpus": 4, "ctx": 8192, "topology": "bus", "link_bandwidth": 20e9}
+    strategy = get_strategy(name)
+    scenario = per_rank_scenario(make_scenario(**asked)[0], strategy)
+    least_s, best_s = plan_on_a_bus(scenario, strategy)[1], search(scenario, strategy).ttft_s
+    plan = search(scenario, strategy, method="analytical")
+    assert plan.report.evaluations == 1
+    assert 0.75 * best_s <= least_s <= 1.02 * best_s
+    assert best_s <= plan.ttft_s <= 1.2 * best_s
 
 
 @pytest.mark.slow
