@@ -77,7 +77,7 @@ class Setting:
         """The best pieces of at least `floor` tokens, and the lower bound for such pieces."""
         if floor not in self._found:
             best = search_pipeline(self.placed, SEARCHED, least_piece=floor)
-            self._found[floor] = best, pipeline_bound_s(self.placed, floor)
+            self._found[floor] = best, pipeline_bound_s(self.placed, best.ttft_s, least_piece=floor)
         return self._found[floor]
 
     def rows(self) -> list[str]:

@@ -249,7 +249,7 @@ def pipeline_gain(number: int) -> _Gain:
     scenario, rng = pipeline_setting(number)
     best = search_pipeline(scenario, SEARCHED)
     gain = best.ttft_s / descended_pipeline(scenario, best, rng, PAGE) - 1
-    return _reported(number, gain, best, best.ttft_s / pipeline_bound_s(scenario) - 1)
+    return _reported(number, gain, best, best.ttft_s / pipeline_bound_s(scenario, best.ttft_s) - 1)
 
 
 def pipeline_setting(number: int) -> tuple[Scenario, np.random.Generator]:

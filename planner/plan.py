@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -358,17 +359,20 @@ def _shortfall(ranking: Ranking) -> Shortfall | None:
 
 
 def _pipeline_bound(one: Candidate) -> PipelineBound | None:
-    """The bound of all pipelines over these ranks; None if pieces were not searched, or with too many tokens."""
+    """The bound of pipelines of whole pages over these ranks; None if pieces were not searched, or with many tokens."""
     if one.strategy.partition_rule != "searched-pieces" or one.per_rank.request.new_tokens > _MOST_BOUND_TOKENS:
         return None
-    from planner.search.pipeline import with_step_time
+    from planner.search.pipeline import PAGE, with_step_time
     from planner.search.pipeline_bound import pipeline_bound_s
 
-    lower_s, mean = pipeline_bound_s(one.per_rank), with_step_time(one.per_rank, "mean")
+    stride = math.gcd(PAGE, *one.partition.boundaries[1:-1])  # less than a page if the user's stride is
+    lower_s = pipeline_bound_s(one.per_rank, one.ttft_s, stride=stride, least_piece=stride)
+    mean = with_step_time(one.per_rank, "mean")
     gap = gap_as_chosen = one.ttft_s / lower_s - 1
     if mean is not one.per_rank:
         assert one.search is not None
-        gap_as_chosen = one.search.ttft_s / pipeline_bound_s(mean) - 1
+        ttft_s = one.search.ttft_s
+        gap_as_chosen = ttft_s / pipeline_bound_s(mean, ttft_s, stride=stride, least_piece=stride) - 1
     return PipelineBound(lower_bound_s=lower_s, gap=gap, gap_as_chosen=gap_as_chosen)
 
 

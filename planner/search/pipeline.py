@@ -477,7 +477,7 @@ class _Search:
     def evaluate(self, rows: Boundaries, enough_s: float = math.inf) -> Array:
         """TTFT of each row; infinite if a piece is too short, or a stage has too many layers for `enough_s`."""
         pieces, layers = self.partitions(rows)
-        allowed = (pieces >= min(self.least, self.tokens // pieces.shape[1])).all(axis=1)
+        allowed = (pieces >= self.least).all(axis=1)
         if pieces.shape[1] >= _FEW and math.isfinite(enough_s):
             allowed &= self._least_s(layers) <= _NEAR * enough_s
         ttft_s = np.full(len(rows), np.inf)

@@ -2,7 +2,9 @@
 
 Proof. Stage s takes d(s, m) for piece m of M. It begins a piece after its previous piece, and after the previous stage
 has done the same piece. So TTFT is at least the sum of d along every path from (1, 1) to (S, M) that advances by one
-stage or one piece at a time; such a path contains S + M - 1 steps of the engine.
+stage or one piece at a time; such a path contains S + M - 1 steps of the engine. The TTFT of a known pipeline limits
+the pieces of faster ones: one piece takes all stages and links at least its time. So a faster pipeline has at least so
+many pieces, and none of them is shorter than the context less the longest possible other ones.
 
 Layouts. Let d(s, m) >= f(s) D(m) with f > 0, D >= 0 and sum D = 1. Let V(s, n) be the least possible length of the
 longest path through the stages from s on with n pieces that have all of D; so V(S, n) = f(S). With x = f(s), let the
@@ -13,32 +15,40 @@ For k = 1 ... n this gives T >= x (1 + P(n) / (P(0) + ... + P(n - 1))), where P(
 over i = 1 ... j. This is the recursion
     V(s, n) = x + V(s + 1, n) (1 - x / V(s, n - 1)),  V(s, 1) = x + V(s + 1, 1).
 It rises with every V on its right side, so the least V over all layers of the later stages may take their place. The
-least V over all layouts is computed stage by stage, for each first layer of the stage. f(s) is the slowness of stage s
-times the weight of its layers, which depends on their kinds. The host of a stage issues the launches of its layers for
-each piece, one after another; a layout takes at least the longest of these times. If messages overlap with computation,
-a link is one more stage, without layers; else a stage also takes the time to send.
+least V over all layouts is computed stage by stage, for each first layer of the stage. The host of a stage issues the
+launches of its layers for each piece, one after another, and then the later stages compute the last piece; a layout
+takes at least the longest of these times.
 
-Pieces. D(m) is the least time of a layer of weight 1 for piece m: the rise of a convex function V over the piece, plus
-a price per piece (or 0, if that is negative). The price is the least difference of time and rise. It is computed per
-cell of a grid of lengths and starts: the time of mixing increases with both, so the shortest, first piece bounds it in
-the cell; V rises most over the longest, last piece. Rates of V are the least times per token after a price is
-subtracted; each of several prices proves a bound, and the largest one counts. A chunk of local attention may begin
-within a piece, so the mixing of such layers counts as 0.
-If the times of the kinds grow differently, D omits part of the work. Then the mean over the stages may be a better
-bound: TTFT contains the work of a stage on all pieces, and that of each other stage on at least the first or the last
-piece, of one token. With slow GPUs, the mean is the work over the sum of their speeds. The bound is the least one over
-all numbers of pieces.
+Links. If messages overlap with computation, a link is one more stage, without layers. Else a message occupies both
+stages: a stage has f(s) = x for all pieces that it receives, computes and sends, and x - r for the first piece of a
+path there, because the path already contains its message. With T' = T + r D(1), the recursion holds for T'. For k = 1
+it gives x D(1) <= T' - V(s + 1, n). So T = T' - r D(1) >= (1 - r / x) T' + r / x V(s + 1, n), with the least T'.
 
-Links. Each link carries all pieces one after another. Before that, the first piece passes the stages before the link;
-after that, the last piece passes the stages behind it. Every layer takes at least its time for one token. If messages
-occupy both stages, a stage also has the messages of both its links. Then the bound is the mean over the stages, or the
-largest time of a stage with one layer.
+Shares. D(m) is the time of all layers for piece m, or this time plus that of the messages. A part of it, such as a
+layer of one kind, has between `low` and `high` of D(m), whatever the piece. If the parts with the numbers N sum up to
+D(m), then a stage with the numbers a of the parts takes at least, for any c,
+    c + sum over the parts of min((a - c N) low, (a - c N) high)
+of D(m). So layers whose times grow differently with the context cost little, if all stages have similar layers.
+
+Pieces. All pieces take at least the least sum of D(m) - price, plus the number of pieces times the price. Each of
+several prices proves a bound, and the largest one counts. If there are few places where pieces may end, the least sum
+is a shortest path over these places. Otherwise it is the rise of a convex function over the context, if it rises over
+no piece by more than D(m) - price. This is tested per cell of a grid of lengths and starts: the time of mixing
+increases with both, so the shortest, first piece bounds it in the cell; the function rises most over the longest, last
+piece. A chunk of local attention may begin within a piece, so the mixing of such layers counts as 0.
+With slow GPUs, the mean of all stages is another bound: TTFT contains the work of a stage on all pieces, and that of
+each other stage on at least the first or the last piece. The mean is the work over the sum of the speeds. The bound is
+the least one over all numbers of pieces.
+
+Each link carries all pieces one after another. Before that, the first piece passes the stages before the link; after
+that, the last piece passes the stages behind it. If messages occupy both stages, a stage also has the messages of both
+its links, so the mean contains them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -46,275 +56,364 @@ import numpy.typing as npt
 from kvrsim.hardware import Path
 from kvrsim.kernels.layer import LayerCosts
 from kvrsim.kernels.tensor_parallel import all_reduce
-from kvrsim.program import Array, Collective, Compute, Op
+from kvrsim.program import Array, Collective, Compute, Flags, Op
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step
 from kvrsim.strategies.layers import before_step, last, layer_ops, request
 from kvrsim.strategies.pipeline import PIPELINE_SEARCHED
 from planner.search.minimise import unique_rows
+from planner.search.pipeline import PAGE
 
-_NUMBERS = 400  # intervals of numbers of pieces
-_EXACT, _WORK = 256, 4_000_000  # most numbers of pieces that are exact; first layers x numbers x stages
-_RATIO = 1.02  # ratio of a cell's longest to its shortest piece
+_EXACT, _NUMBERS = 64, 1.04  # largest number of pieces that is an interval of its own; ratio of larger numbers
+_ENDS = 256  # most ends of pieces for shortest paths
+_RATIO = 1.02  # ratio of a cell's longest to its shortest piece, and of its latest to its first start
 _TILE = 128  # tokens: cells of shorter pieces end at its multiples
-_PIECES = 2.0 ** np.arange(9)  # numbers of even pieces for which prices are tried
+_PIECES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 256])  # numbers of even pieces for which prices are tried
+_PRICES = np.array([[0.1], [0.25], [0.4], [0.55], [0.7], [0.85], [1.0]])  # prices as shares of an even piece's time
+_LEAST, _NEVER = 1e-12, 1e30  # least share of a stage; share of stages without layers
+_TINY = 1e-290  # divisor in place of 0
+_FEW = 0.003  # share of messages in a piece below which paths do not contain them
+_NEAR = 1e-6  # a geometric series of a ratio so near to 1 is not divided by the distance
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
-    """The least times of one kind of layer."""
-
-    count: int
-    host_s: float  # host time to issue one layer for one piece
-    pieces_s: Array  # least seconds of a piece by cell of the grid, also beyond the context, shape (lengths, starts)
-
-
-@dataclass(frozen=True, slots=True)
-class _Potentials:
+class _Sums:
     """For each price: all pieces together take at least `total_s + number * price_s`."""
 
-    total_s: Array  # rise of V over the whole context, shape (prices,)
-    price_s: Array  # proven price per piece, shape (prices,)
-    rate_s: Array  # largest rise per token, shape (prices,)
+    total_s: Array  # shape (prices,)
+    price_s: Array  # shape (prices,)
 
     def least_s(self, fewest: Array, most: Array) -> Array:
-        """Least seconds for each interval of the number of pieces, shape (prices, intervals)."""
+        """Least seconds for each interval of the number of pieces."""
         total_s, price_s = self.total_s[:, None], self.price_s[:, None]
-        return total_s + price_s * np.where(price_s > 0, fewest, most)
+        return np.asarray((total_s + price_s * np.where(price_s > 0, fewest, most)).max(axis=0))
 
 
 @dataclass(frozen=True, slots=True)
-class _Grid:
-    """Cells of pieces with these lengths and starts, in tokens."""
+class _Pieces:
+    """Cells of possible pieces; cells are alike in length and start, or single pieces if there are few ends."""
 
-    lengths: Array  # shortest piece of each row
-    longest: Array  # longest piece of each row
-    starts: Array  # first start of each column
-    latest: Array  # last start of each column
-    tokens: int
+    tokens: int  # new tokens of the context
+    stride: int  # pieces end at multiples of these tokens, except the last one, which also has the remainder
+    is_exact: bool  # whether a cell is one piece
+    rows: npt.NDArray[np.int64]  # shortest lengths of the rows of cells, strides; if `is_exact`, the ends
+    columns: npt.NDArray[np.int64]  # first starts of the columns of cells, strides
+    row: npt.NDArray[np.intp]  # row and column of each cell, shape (cells,)
+    column: npt.NDArray[np.intp]
+    shortest: Array  # fewest tokens in each cell
+    longest: Array  # most tokens in each cell
 
     @classmethod
-    def of(cls, tokens: int) -> _Grid:
-        count = 2 + int(np.log(tokens) / np.log(_RATIO))
-        edges = unique_rows(np.geomspace(1, tokens, count).astype(np.int64))
-        tiles = np.arange(_TILE, min(tokens, int(_TILE / (_RATIO - 1))), _TILE) + 1
-        rows = unique_rows(np.concatenate([edges, tiles]))
-        first = np.append(0, edges)
-        return cls(
-            rows.astype(float),
-            np.append(rows[1:] - 1.0, tokens),
-            first.astype(float),
-            np.append(first[1:] - 1.0, tokens),
-            tokens,
-        )
+    def of(cls, tokens: int, stride: int, least: int) -> _Pieces:
+        """The cells of all pieces of at least `least` tokens."""
+        count, rest = divmod(tokens, stride)
+        if count <= _ENDS:
+            rows, columns = np.arange(1, count + 1), np.arange(count)
+            row, column = np.tril_indices(count)
+            shortest = longest = stride * (rows[row] - columns[column]) + rest * (row == count - 1.0)
+        else:
+            edges = unique_rows(np.geomspace(1, count, 2 + int(np.log(count) / np.log(_RATIO))).astype(np.int64))
+            tiles = np.arange(_TILE, min(tokens, int(_TILE / (_RATIO - 1))), _TILE) // stride + 1
+            rows, columns = unique_rows(np.concatenate([edges, tiles[tiles <= count]])), np.append(0, edges)
+            row, column = np.nonzero(rows[:, None] + columns <= count)
+            shortest = stride * rows[row].astype(float)
+            longest = stride * np.append(rows[1:] - 1.0, count)[row] + rest
+        pieces = cls(tokens, stride, count <= _ENDS, rows, columns, row, column, shortest, longest)
+        return pieces.where(longest >= least)
 
-    def potentials(self, pieces_s: Array) -> _Potentials:
-        """Potentials of pieces that take at least these seconds by cell."""
-        middle = int(np.searchsorted(self.starts, self.tokens / 2))
-        prices = unique_rows(np.concatenate([self._prices(pieces_s[:, column]) for column in (1, middle)]))
-        ends = np.minimum(self.latest + self.longest[:, None], self.tokens)
-        edges = [self._places(ends), self._places(np.maximum(0.0, ends - self.longest[:, None]))]
-        possible_s = np.where(self.lengths[:, None] + self.starts <= self.tokens, pieces_s, np.inf)
-        each = [one for price in prices for one in self._potential(pieces_s, float(price), possible_s, edges)]
-        return _Potentials(*np.array(each).T)
+    def where(self, flags: Flags) -> _Pieces:
+        """The cells with this flag."""
+        cells = {name: getattr(self, name)[flags] for name in ("row", "column", "shortest", "longest")}
+        return replace(self, **cells)
 
-    def _places(self, at: Array) -> tuple[npt.NDArray[np.intp], Array]:
-        """Index of the column before each place, and the distance from its start."""
-        index = np.searchsorted(self.starts, at, side="right") - 1
-        return index, at - self.starts[index]
+    def layer_s(self, costs: LayerCosts, cached: int, slowest: float) -> Array:
+        """Least seconds of a layer in each cell; cached: tokens of the cached prefix."""
+        count, rest = divmod(self.tokens, self.stride)
+        lengths = self.stride * np.arange(1.0, count + 1)
+        rows_s, last_s = _layer_rows_s(costs, np.array([lengths, lengths + rest]), slowest)
+        if self.is_exact:
+            strides = self.rows[self.row] - self.columns[self.column] - 1
+            each_s = np.where(self.row == count - 1, last_s[strides], rows_s[strides])
+        else:
+            each_s = np.minimum.reduceat(np.minimum(rows_s, last_s), self.rows - 1)[self.row]
+        starts = self.stride * self.columns[self.column].astype(np.float64)
+        return np.asarray(each_s + _mix_s(costs, self.shortest, starts + cached))
+
+    def least_from(self, seconds: Array, tokens: Array) -> Array:
+        """The least of the cells' seconds, for pieces of at least these tokens; infinite without such pieces."""
+        order = np.argsort(self.longest, kind="stable")
+        least_s = np.minimum.accumulate(seconds[order][::-1])[::-1]
+        return np.append(least_s, np.inf)[np.searchsorted(self.longest[order], tokens)]
+
+    def sums(self, seconds: Array) -> _Sums:
+        """Sums over pieces that take at least these seconds by cell."""
+        count = self.tokens // self.stride
+        table_s = np.full((len(self.rows), len(self.columns)), np.inf)
+        table_s[self.row, self.column] = seconds
+        first = self.column == 0
+        at = np.searchsorted(self.longest[first], self.tokens / _PIECES)
+        even_s = seconds[first][at[at < first.sum()]]
+        if self.is_exact:
+            prices = np.append(0.0, unique_rows((_PRICES * even_s).ravel()))
+            return _Sums(_shortest_paths(table_s, prices), prices)
+        columns = table_s[:, [0, int(np.searchsorted(self.columns, count / 2))]]
+        prices = unique_rows(np.concatenate([self._prices(column) for column in columns.T]))
+        return _Sums(*np.array([one for price in prices for one in self._potentials(table_s, float(price))]).T)
 
     def _prices(self, column_s: Array) -> Array:
         """Prices at which some lengths are the cheapest, from the lower convex hull of times by length."""
-        x, y = self.longest, column_s
+        usable = np.isfinite(column_s)
+        x, y = np.append(self.rows[1:] - 1.0, self.tokens // self.stride)[usable], column_s[usable]
         while len(x) > 2:
             slopes = np.diff(y) / np.diff(x)
             is_corner = np.concatenate([[True], slopes[1:] > slopes[:-1], [True]])
             if is_corner.all():
                 break
             x, y = x[is_corner], y[is_corner]
-        edges = np.clip(np.searchsorted(x, self.tokens / _PIECES), 1, len(x) - 1)
-        return np.append(0.0, y[edges] - (np.diff(y) / np.diff(x))[edges - 1] * x[edges]) if len(x) > 1 else np.zeros(1)
+        if len(x) < 2:
+            return np.zeros(1)
+        edges = np.clip(np.searchsorted(x, self.tokens // self.stride / _PIECES), 1, len(x) - 1)
+        return np.append(0.0, y[edges] - (np.diff(y) / np.diff(x))[edges - 1] * x[edges])
 
-    def _potential(
-        self, pieces_s: Array, price_s: float, possible_s: Array, edges: Sequence[tuple[npt.NDArray[np.intp], Array]]
-    ) -> list[tuple[float, ...]]:
-        """Rise of V over the context, proven price, and largest rate, for a wanted price.
+    def _potentials(self, table_s: Array, price_s: float) -> list[tuple[float, float]]:
+        """Rises of two convex functions over the context, and the prices that they prove, for a wanted price.
 
-        The second result is that of a smaller V, which proves the price itself, or 0 if the price is negative.
-        possible_s: `pieces_s`, infinite where no piece is possible. edges: ends and starts of the latest pieces.
+        The second one is smaller and proves the price itself, or 0 if the price is negative.
         """
-        rates = (pieces_s - price_s) / self.longest[:, None]
+        count = self.tokens // self.stride
+        longest = np.append(self.rows[1:] - 1.0, count)[:, None]
+        rates = (table_s - price_s) / longest
         best = rates.argmin(axis=0)
-        rate_s = np.maximum(0.0, rates[best, np.arange(len(best))])
-        at = np.maximum.accumulate(self.starts + 0.5 * self.longest[best])
-        rate_s = np.interp(self.starts, at, np.flip(np.minimum.accumulate(np.flip(rate_s))))
-        values = np.cumsum(np.append(0.0, rate_s[:-1] * np.diff(self.starts)))
-        until, since = (values[index] + rate_s[index] * beyond for index, beyond in edges)
-        rises, least_s = until - since, max(0.0, price_s)
-        proven_s = (possible_s - rises).min()
-        share = ((possible_s - least_s) / np.maximum(rises, 1e-300)).min()
-        whole = (values[-1], proven_s, rate_s.max())
-        return [whole, (share * values[-1], least_s, share * rate_s.max())] if 0 < share < np.inf else [whole]
+        rate_s = rates[best, np.arange(len(best))]
+        rate_s = np.maximum(0.0, np.where(np.isfinite(rate_s), rate_s, rate_s[np.isfinite(rate_s)][-1]))
+        at = np.maximum.accumulate(self.columns + 0.5 * longest[best, 0])
+        rate_s = np.interp(self.columns, at, np.flip(np.minimum.accumulate(np.flip(rate_s))))
+        values = np.append(0.0, np.cumsum(rate_s * np.diff(np.append(self.columns, count))))
+        ends = np.append(self.columns, count).astype(float)
+        until = np.minimum(np.append(self.columns[1:] - 1.0, count) + longest, count)
+        rises = np.interp(until, ends, values) - np.interp(np.maximum(0.0, until - longest), ends, values)
+        least_s = max(0.0, price_s)
+        share = min(1.0, float(((table_s - least_s) / np.maximum(rises, _TINY)).min()))
+        return [(values[-1], float((table_s - rises).min())), (max(0.0, share) * values[-1], least_s * (share > 0))]
 
 
-def pipeline_bound_s(scenario: Scenario, least_piece: int = 1) -> float:
-    """A lower bound on the TTFT of all pipelines whose pieces have at least `least_piece` tokens.
+def _shortest_paths(table_s: Array, prices: Array) -> Array:
+    """Least sum of the seconds less the price over all pieces, for each price; table_s: by end and start."""
+    sums_s = np.zeros((len(prices), len(table_s) + 1))
+    for end, starts_s in enumerate(table_s, start=1):
+        sums_s[:, end] = (sums_s[:, :end] + starts_s[:end]).min(axis=1) - prices
+    return sums_s[:, -1]
 
-    scenario: per rank of the strategy; ranks are stages.
+
+def pipeline_bound_s(scenario: Scenario, ttft_s: float, *, stride: int = PAGE, least_piece: int = PAGE) -> float:
+    """A lower bound on the TTFT of pipelines whose pieces end at multiples of the stride and have `least_piece` tokens.
+
+    scenario: per rank of the strategy; ranks are stages. ttft_s: TTFT of such a pipeline.
     """
-    num_stages, tokens = scenario.cluster.num_gpus, scenario.request.new_tokens
-    least_piece = min(least_piece, tokens)
-    grid = _Grid.of(tokens)
-    kinds = _kinds(scenario, grid)
-    one, whole = np.ones(1), np.full(1, float(scenario.request.context_len))
-    ends_s = _seconds_of((*request(scenario, one), *last(scenario, one, whole, scenario.cost)))
-    nbytes = scenario.layer_costs()[0].activation_bytes(one)
-    paths = [scenario.cluster.path(rank, rank + 1) for rank in range(num_stages - 1)]
-    latency_s = sum(path.latency_s for path in paths)
-    step_s = _seconds_of(tuple(op for op in before_step(scenario, one, one, scenario.cost) if op.host_s))
-    layouts = _Layouts.of(scenario, kinds, grid, tokens // least_piece)
-    fewest, most = _intervals(layouts.exact, tokens // least_piece)
-    # The messages of one piece, which has one token or, if there are no others, all tokens.
-    each_s = [path.busy_s(nbytes * np.where(most == 1, tokens, 1)) for path in paths]
-    first_s = sum(each_s, np.zeros(len(most)))
-    passed_s = latency_s + (num_stages + fewest - 1) * step_s  # latencies of links and steps of the engine
-    common_s = np.min([kind.pieces_s / weight for kind, weight in zip(kinds, layouts.weights, strict=True)], axis=0)
-    potentials = grid.potentials(common_s)
-    pieces_s = potentials.least_s(fewest, most)
-    device_s = first_s + passed_s + layouts.least_s(pieces_s.max(axis=0), fewest, first_s + passed_s)
-    if paths:
-        shares = _link_shares(paths, nbytes, grid, potentials)
-        means = layouts.total / num_stages * (num_stages + fewest - 1) + shares.sum(axis=1)[:, None]
-        best = int((pieces_s * means / fewest).min(axis=1).argmax())
-        through_s = passed_s + layouts.least_s(pieces_s[best], fewest, passed_s, shares[best])
-        device_s = np.maximum(device_s, through_s)
-    least_s = sum(kind.count * float(kind.pieces_s.min()) for kind in kinds)
-    slowness = np.array([scenario.cluster.slowness(stage) for stage in range(num_stages)])
-    speed = (1 / slowness).sum()  # total speed of the stages, relative to a GPU that is not slowed
-    each = [pieces_s.max(axis=0) * layouts.weights[0]]
-    if len(kinds) > 1:
-        each = [grid.potentials(kind.pieces_s).least_s(fewest, most).max(axis=0) for kind in kinds]
-    work_s = np.asarray(sum(kind.count * own_s for kind, own_s in zip(kinds, each, strict=True)))
-    mean_s = (work_s + (speed - 1) * least_s) / speed
-    sent_s = [_sent_s(path, tokens * nbytes, most) for path in paths]
-    later_s = np.max([own_s - one_s for own_s, one_s in zip(sent_s, each_s, strict=True)], axis=0, initial=0.0)
-    links_s = least_s + num_stages * step_s + later_s
-    device_s = np.maximum(device_s, first_s + np.maximum(passed_s + mean_s, latency_s + links_s))
-    if not scenario.sends_overlap and paths:
-        busy_s = _busy_stages_s(np.array(sent_s), work_s, np.min(each, axis=0), slowness)
-        device_s = np.maximum(device_s, fewest * step_s + busy_s)
-    issued_s = fewest * sum(kind.count * kind.host_s for kind in kinds) / num_stages
-    return ends_s + float(np.maximum(device_s, issued_s).min())
+    tokens = scenario.request.new_tokens
+    least = min(max(stride, least_piece), tokens)
+    return _Bound(scenario, ttft_s, _Pieces.of(tokens, min(stride, tokens), least), least).value_s()
 
 
-def _intervals(exact: int, most: int) -> tuple[Array, Array]:
-    """Fewest and most pieces in each interval: single numbers up to `exact`, then longer intervals up to `most`."""
-    edges = np.geomspace(exact + 1, most + 1, _NUMBERS).astype(np.int64)
-    edges = unique_rows(np.append(np.arange(1, exact + 1), edges))
-    return edges[:-1].astype(np.float64), edges[1:].astype(np.float64) - 1.0
+class _Bound:
+    """Times of the parts of a pipeline: a layer of each kind, and a message on the slowest link."""
+
+    def __init__(self, scenario: Scenario, ttft_s: float, pieces: _Pieces, least: int) -> None:
+        """pieces: those of at least `least` tokens."""
+        self.scenario, self.ttft_s, self.tokens = scenario, ttft_s, scenario.request.new_tokens
+        cluster, costs, one = scenario.cluster, scenario.layer_costs(), np.ones(1)
+        self.slowness = np.array([cluster.slowness(stage) for stage in range(cluster.num_gpus)])
+        self.speed = float((1 / self.slowness).sum())  # of all stages, relative to a GPU that is not slowed
+        self.paths = [cluster.path(rank, rank + 1) for rank in range(cluster.num_gpus - 1)]
+        self.latency_s = sum(path.latency_s for path in self.paths)
+        self.hosts_s = np.array([_host_s(own) for own in costs])
+        self.counts, self.nbytes = np.bincount(scenario.share.layer_kind_index), costs[0].activation_bytes(one)
+        steps = (op for op in before_step(scenario, one, one, scenario.cost) if op.host_s)
+        self.step_s = float(_seconds_of(steps)[0])  # of the engine
+        kinds_s = [pieces.layer_s(own, scenario.request.cached_prefix, self.slowness.max()) for own in costs]
+        sent_s = self._sent_s(pieces.shortest)
+        works_s = self.counts @ np.array(kinds_s)
+        ends_s = _ends_s(scenario, np.array([float(least)]), pieces.stride)
+        alone_s = works_s + sent_s.sum(axis=0) + ends_s + self.latency_s + len(self.slowness) * self.step_s
+        possible = alone_s <= ttft_s
+        self.pieces, self.works_s = pieces.where(possible), works_s[possible]
+        slowest_s = sent_s.max(axis=0, initial=0.0)
+        self.parts_s = np.array([*kinds_s, slowest_s])[:, possible]
+        self.links = (sent_s / np.maximum(slowest_s, _LEAST)).min(axis=1)  # message times, relative to the slowest link
+        self.fewest, self.most = _intervals(self.tokens // least)
+        longest = float(self.pieces.longest.max(initial=1.0))
+        shortest = np.clip(self.tokens - (self.most - 1.0) * longest, least, longest)
+        self.shortest = shortest  # tokens of the shortest piece at least, by interval
+        self.is_possible = self.most * longest >= self.tokens
+
+    def value_s(self) -> float:
+        """The least bound of all numbers of pieces."""
+        if not self.is_possible.any():
+            return self.ttft_s
+        issued_s = self.fewest * (self.counts @ self.hosts_s) / len(self.slowness)
+        messages = self.links.sum() * (1 if self.scenario.sends_overlap else 2)
+        first_s = self._sent_s(self.shortest).sum(axis=0)
+        passed_s = self.latency_s + (len(self.slowness) + self.fewest - 1) * self.step_s  # links, steps of the engine
+        work_s = self._sums_s(self.works_s)
+        if not np.isfinite(work_s).all():  # the possible pieces do not add up to the context
+            return self.ttft_s
+        bounds = [
+            issued_s,
+            first_s + passed_s + self._mean_s(work_s),
+            self._paths_s(np.append(self.counts, 0.0), work_s, 0.0 * self.links, first_s + passed_s),
+        ]
+        both = messages * self.parts_s[-1]
+        if (both > _FEW * self.works_s).any():
+            both_s = self._sums_s(self.works_s + both)
+            bounds.append(self._paths_s(np.append(self.counts, messages), both_s, self.links, passed_s))
+        if self.paths:
+            bounds.append(self._links_s(first_s))
+            if not self.scenario.sends_overlap:
+                bounds.append(self.fewest * self.step_s + self._busy_s(work_s))
+        if len(self.counts) > 1:
+            slowest = int(self.parts_s[:-1].max(axis=1).argmax())
+            weights = (np.arange(len(self.parts_s)) == slowest).astype(float)
+            sums_s = self._sums_s(self.parts_s[slowest])
+            bounds.append(self._paths_s(weights, sums_s, self.links, passed_s))
+        each_s = _ends_s(self.scenario, self.shortest, self.pieces.stride) + np.max(bounds, axis=0)
+        return min(self.ttft_s, float(each_s[self.is_possible].min()))
+
+    def _sent_s(self, tokens: Array) -> Array:
+        """Seconds of messages of these tokens on each link, shape (links, ...)."""
+        each_s = [path.busy_s(self.nbytes * tokens) for path in self.paths]
+        return np.array(each_s).reshape(len(self.paths), *tokens.shape)
+
+    def _all_sent_s(self) -> Array:
+        """Least seconds of the messages of all pieces on each link, shape (links, intervals)."""
+        return np.array([_sent_s(path, self.tokens * self.nbytes, self.most) for path in self.paths])
+
+    def _sums_s(self, seconds: Array) -> Array:
+        """Least sum over all pieces of these seconds by cell, for each interval of the number of pieces."""
+        return self.pieces.sums(seconds).least_s(self.fewest, self.most)
+
+    def _paths_s(self, weights: Array, sums_s: Array, links: Array, before_s: Array) -> Array:
+        """The longest path; weights: how often D contains each part; links: times of messages that paths contain.
+
+        sums_s: least sums of D over all pieces.
+        """
+        layouts = _Layouts(self.scenario, self.hosts_s, self.parts_s / (weights @ self.parts_s), weights, links)
+        most_share = self.ttft_s / sums_s[self.is_possible].min()  # a longer stage takes more than the known TTFT
+        return layouts.least_s(sums_s, self.fewest, self.most, before_s, most_share)
+
+    def _mean_s(self, work_s: Array) -> Array:
+        """The mean work of a stage on all pieces, and of the other stages on one piece."""
+        return np.asarray((work_s + (self.speed - 1) * self._least_s()) / self.speed)
+
+    def _links_s(self, first_s: Array) -> Array:
+        """One piece passes all stages, and all pieces pass one link."""
+        later_s = (self._all_sent_s() - self._sent_s(self.shortest)).max(axis=0)
+        passed_s = self.latency_s + len(self.slowness) * self.step_s
+        return np.asarray(first_s + passed_s + self._least_s() + later_s)
+
+    def _least_s(self) -> Array:
+        """Least time of all layers on one piece, which may be another one for each layer."""
+        kinds_s = [self.pieces.least_from(kind_s, self.shortest) for kind_s in self.parts_s[:-1]]
+        return np.asarray(self.counts @ np.array(kinds_s))
+
+    def _busy_s(self, work_s: Array) -> Array:
+        """Time of the layers and messages of a stage, if messages occupy both stages: the mean or the largest one."""
+        sent_s, none = self._all_sent_s(), np.zeros((1, len(self.most)))
+        messages_s = np.concatenate([sent_s, none]) + np.concatenate([none, sent_s])
+        mean_s = (work_s + (messages_s / self.slowness[:, None]).sum(axis=0)) / self.speed
+        layer_s = (self.parts_s[:-1] / self.works_s).min() * work_s
+        return np.asarray(np.maximum(mean_s, (messages_s + self.slowness[:, None] * layer_s).max(axis=0)))
 
 
-def _busy_stages_s(sent_s: Array, work_s: Array, layer_s: Array, slowness: Array) -> Array:
-    """Least seconds for which stages are busy if messages occupy both stages of their link, by interval of numbers.
-
-    sent_s: seconds of all messages, shape (links, intervals). work_s: of all layers. layer_s: of one layer.
-    """
-    none = np.zeros((1, sent_s.shape[1]))
-    messages_s = (np.concatenate([sent_s, none]) + np.concatenate([none, sent_s])) / slowness[:, None]
-    mean_s = (work_s + messages_s.sum(axis=0)) / (1 / slowness).sum()
-    return np.asarray(np.maximum(mean_s, ((messages_s + layer_s) * slowness[:, None]).max(axis=0)))
+def _intervals(most: int) -> tuple[Array, Array]:
+    """Fewest and most pieces in each interval: single numbers, then longer intervals."""
+    numbers = np.arange(1, min(most, _EXACT) + 2)
+    if most > _EXACT:
+        count = 2 + int(np.log(most / _EXACT) / np.log(_NUMBERS))
+        numbers = unique_rows(np.append(numbers, np.geomspace(_EXACT + 1, most + 1, count).astype(np.int64)))
+    return numbers[:-1].astype(np.float64), numbers[1:].astype(np.float64) - 1.0
 
 
-@dataclass(frozen=True, slots=True)
 class _Layouts:
     """All layouts of the layers on the stages."""
 
-    weights: Array  # weight of a layer of each kind
-    until: Array  # weight of all layers before each layer, and of all
-    hosts_s: float  # least host time per piece and weight
-    slowness: tuple[float, ...]  # of each stage
-    overlaps: bool  # whether messages overlap with computation
-    exact: int  # numbers of pieces from 1 to this one are exact
+    def __init__(self, scenario: Scenario, hosts_s: Array, shares: Array, weights: Array, links: Array) -> None:
+        """shares: of each kind of layer and of a message in D, shape (parts, cells). weights: of the parts in D.
 
-    @classmethod
-    def of(cls, scenario: Scenario, kinds: list[_Kind], grid: _Grid, most: int) -> _Layouts:
-        """most: largest number of pieces."""
-        stages, layers = scenario.cluster.num_gpus, scenario.share.layer_kind_index
-        row, column = (
-            int(np.searchsorted(at, grid.tokens / part)) for at, part in ((grid.lengths, 8), (grid.starts, 2))
-        )
-        weights = np.array([kind.pieces_s[row, column] for kind in kinds])
-        each = max(1, (len(layers) - stages) ** 2 // 2 * stages)
-        return cls(
-            weights,
-            np.append(0.0, np.cumsum(weights[list(layers)])),
-            min(kind.host_s / weight for kind, weight in zip(kinds, weights, strict=True)),
-            tuple(scenario.cluster.slowness(stage) for stage in range(stages)),
-            scenario.sends_overlap,
-            min(most, max(8, min(_EXACT, _WORK // each))),
-        )
-
-    @property
-    def total(self) -> float:
-        """Weight of all layers."""
-        return float(self.until[-1])
-
-    def least_s(self, pieces_s: Array, numbers: Array, before_s: Array, shares: Array | None = None) -> Array:
-        """Least seconds of the longest path for each number of pieces, or of the longest host less `before_s`.
-
-        pieces_s: least seconds of all pieces in a layer of weight 1. shares: seconds of each link's messages, as a
-        share of those of pieces; None: no messages.
+        hosts_s: host seconds per piece of a layer of each kind. links: time of a message on each link, relative to the
+        last part.
         """
-        few = slice(self.exact)
-        host = self.hosts_s / pieces_s[few], before_s[few] / pieces_s[few]
-        lengths = self._lengths(host, np.zeros(len(self.slowness)) if shares is None else np.append(shares, 0.0))
-        return np.asarray(pieces_s * np.append(lengths[:-1], np.full(len(numbers) - self.exact, lengths[-1])))
+        of_kind = np.array(scenario.share.layer_kind_index) == np.arange(len(hosts_s))[:, None]
+        self.until = np.pad(np.cumsum(of_kind, axis=1), ((0, 1), (1, 0)))  # parts before each layer
+        self.hosts_s, self.weights = np.append(hosts_s, 0.0), weights
+        self.low, self.high = shares.min(axis=1)[:, None], shares.max(axis=1)[:, None]
+        self.slowness = [scenario.cluster.slowness(stage) for stage in range(scenario.cluster.num_gpus)]
+        self.links, self.overlaps = np.concatenate([[0.0], links, [0.0]]), scenario.sends_overlap
 
-    def _lengths(self, host: tuple[Array, Array], shares: Array) -> Array:
-        """V(1, n) for exact n, then its limit for many pieces, or the longest host's time if this is longer."""
-        stages, layers = len(self.slowness), len(self.until) - 1
-        host_s, before_s = (np.append(one, 0.0)[:, None] for one in host)
-        number = np.arange(1.0, self.exact + 2)[:, None]
-        later, longest = (np.full((self.exact + 1, layers + 1), np.inf) for _ in range(2))
-        later[:, -1] = longest[:, -1] = 0.0
+    def share(self, numbers: Array) -> Array:
+        """Least share of these numbers of parts in D, whatever the piece; shape (parts, B) to (B,)."""
+        least = (numbers * self.low).sum(axis=0)
+        for weight, one in zip(self.weights, numbers, strict=True):
+            if weight > 0:
+                more = numbers - one / weight * self.weights[:, None]
+                np.maximum(least, one / weight + np.minimum(more * self.low, more * self.high).sum(axis=0), out=least)
+        return np.asarray(least + _LEAST)
+
+    def least_s(self, sums_s: Array, fewest: Array, most: Array, before_s: Array, most_share: float) -> Array:
+        """Least seconds of the longest path for each interval of the number of pieces, or of the longest host.
+
+        sums_s: least sum of D over all pieces. before_s: seconds that are added to those of paths. most_share: largest
+        share of a stage.
+        """
+        stages, layers, widths = len(self.slowness), self.until.shape[1] - 1, most - fewest + 1
+        message = np.append(np.zeros(len(self.weights) - 1), 1.0)[:, None]
+        later, longest = (np.full((len(most), layers + 1), _NEVER) for _ in range(2))
+        later[:, -1] = longest[:, -1] = 1 / _NEVER
         for stage in range(stages - 1, -1, -1):
-            if self.overlaps and shares[stage] > 0:
-                later = _with_stage(np.full(layers + 1, shares[stage]), later)
-            last = layers - (stages - 1 - stage)  # largest end of this stage's layers
+            received, sent = self.links[stage : stage + 2]
+            if self.overlaps and sent > 0:
+                later = _with_stage(self.share(sent * message), later, widths)
             begin, end = np.triu_indices(layers + 1, 1)
-            usable = (
-                (begin >= stage)
-                & (end <= last)
-                & ((begin == 0) | (stage > 0))
-                & ((end == layers) | (stage < stages - 1))
-            )
+            usable = (begin >= stage) & (end <= layers - (stages - 1 - stage))
+            usable &= ((begin == 0) | (stage > 0)) & ((end == layers) | (stage < stages - 1))
             begin, end = begin[usable], end[usable]
-            weight = self.until[end] - self.until[begin]
-            own = self.slowness[stage] * weight + (0.0 if self.overlaps else shares[stage])
-            paths = _with_stage(own, later[:, end])
-            hosts = np.maximum(np.maximum(paths, longest[:, end]), number * host_s * weight - before_s)
-            np.maximum(hosts, host_s * weight + later[:, end] - before_s, out=hosts)
-            at, place = np.unique(begin, return_index=True)
-            later, longest = (np.full((self.exact + 1, layers + 1), np.inf) for _ in range(2))
-            later[:, at] = np.minimum.reduceat(paths, place, axis=1)
-            longest[:, at] = np.minimum.reduceat(hosts, place, axis=1)
-        return longest[:, 0]
+            own = self.until[:, end] - self.until[:, begin]
+            first = self.slowness[stage] * own + (0.0 if self.overlaps else sent) * message
+            own_s = first_s = self.share(first)
+            if not self.overlaps and received > 0:
+                own_s = np.maximum(first_s, self.share(first + received * message))
+            usable = (own_s <= most_share) & (later[0, end] < 1.0 / _LEAST)
+            begin, end, own, own_s, first_s = begin[usable], end[usable], own[:, usable], own_s[usable], first_s[usable]
+            paths = _with_stage(own_s, later[:, end], widths, own_s - first_s)
+            hosts = np.maximum(paths, longest[:, end])
+            if self.hosts_s.any():
+                host_s, added_s = self.hosts_s @ own, before_s[:, None]
+                alone_s = np.maximum(fewest[:, None] * host_s, host_s + later[:, end] * sums_s[:, None])
+                hosts = np.maximum(hosts, (alone_s - added_s) / sums_s[:, None])
+            at = np.flatnonzero(np.diff(begin, prepend=-1))
+            later, longest = (np.full((len(most), layers + 1), _NEVER) for _ in range(2))
+            if len(begin):
+                later[:, begin[at]] = np.minimum.reduceat(paths, at, axis=1)
+                longest[:, begin[at]] = np.minimum.reduceat(hosts, at, axis=1)
+        return np.asarray(before_s + sums_s * longest[:, 0])
 
 
-def _with_stage(own: Array, later: Array) -> Array:
-    """V(s, n) from the stage's f(s) and V(s + 1, n); the last row is the limit for many pieces."""
-    lengths = own + later
-    for number in range(1, len(later) - 1):
-        lengths[number] = own + later[number] * (1.0 - own / lengths[number - 1])
-    lengths[-1] = np.maximum(own, later[-1])
-    return lengths
+def _with_stage(own: Array, later: Array, widths: Array, received: Array | float = 0.0) -> Array:
+    """V(s, n) from the stage's x and V(s + 1, n), for the largest n of each interval of this width.
 
-
-def _link_shares(paths: Sequence[Path], nbytes: Array, grid: _Grid, potentials: _Potentials) -> Array:
-    """Least time of a piece's message over its time in a layer of weight 1, shape (prices, links)."""
-    pieces_s = potentials.rate_s[:, None] * grid.longest + np.maximum(0.0, potentials.price_s)[:, None]
-    sent_s = np.array([path.busy_s(grid.lengths * nbytes) for path in paths])
-    return np.asarray((sent_s / np.maximum(pieces_s, 1e-300)[:, None]).min(axis=-1))
+    received: share r of the received message, which the first piece of a path does not have.
+    """
+    ratios, lengths, rest = own / later, np.empty_like(later), np.zeros(later.shape[1])
+    with np.errstate(over="ignore"):
+        for place, (ratio, width) in enumerate(zip(ratios, widths, strict=True)):
+            if width == 1:
+                rest = (rest + 1.0) * ratio
+            else:
+                power, is_near = ratio**width, np.abs(ratio - 1.0) < _NEAR
+                most = width * np.maximum(1.0, power)  # of the geometric series
+                series = np.where(is_near, most, (1.0 - power) / np.where(is_near, 1.0, 1.0 - ratio))
+                rest = rest * power + ratio * series
+            lengths[place] = own * (1.0 + 1.0 / rest)
+    return lengths + received / own * (later - lengths)
 
 
 def _sent_s(path: Path, nbytes: Array, numbers: npt.NDArray[np.floating]) -> Array:
@@ -323,20 +422,6 @@ def _sent_s(path: Path, nbytes: Array, numbers: npt.NDArray[np.floating]) -> Arr
         return path.busy_s(nbytes) + np.zeros_like(numbers)
     long_s = nbytes / path.bandwidth_bytes_per_s - numbers * path.latency_s
     return np.asarray(np.maximum(nbytes / path.short_bytes_per_s, long_s))
-
-
-def _kinds(scenario: Scenario, grid: _Grid) -> list[_Kind]:
-    counts, lengths = np.bincount(scenario.share.layer_kind_index), np.arange(1.0, grid.tokens + 1)
-    one, rows = np.ones(1), grid.lengths.astype(np.int64) - 1
-    slowest = max(map(scenario.cluster.slowness, range(scenario.cluster.num_gpus)))
-    kinds = []
-    for count, costs in zip(counts, scenario.layer_costs(), strict=True):
-        ops = layer_ops(PIPELINE_SEARCHED, Step(costs, (one,), (one,)), 0)
-        host_s = sum(op.host_s for op in ops if isinstance(op, Compute | Collective))
-        rows_s = np.minimum.reduceat(_layer_rows_s(costs, lengths, slowest), rows)
-        mixed_s = _mix_s(costs, grid.lengths[:, None], grid.starts + scenario.request.cached_prefix)
-        kinds.append(_Kind(int(count), host_s, rows_s[:, None] + mixed_s))
-    return kinds
 
 
 def _layer_rows_s(costs: LayerCosts, lengths: Array, slowest: float) -> Array:
@@ -361,8 +446,24 @@ def _mix_s(costs: LayerCosts, chunk: Array, prefix: Array) -> Array:
     return np.asarray(append_s + costs.mixer.attention_s(chunk, prefix))
 
 
-def _seconds_of(ops: tuple[Op, ...]) -> float:
+def _ends_s(scenario: Scenario, tokens: Array, stride: int) -> Array:
+    """Seconds before the first piece and after the last one, which has at least these tokens."""
+    lengths = np.arange(scenario.request.new_tokens, 0, -stride)[::-1].astype(np.float64)
+    whole = np.full_like(lengths, float(scenario.request.context_len))
+    ops = (*request(scenario, np.ones_like(lengths)), *last(scenario, lengths, whole, scenario.cost))
+    least_s = np.minimum.accumulate((_seconds_of(ops) + np.zeros_like(lengths))[::-1])[::-1]
+    return np.asarray(least_s[np.searchsorted(lengths, tokens)])
+
+
+def _host_s(costs: LayerCosts) -> float:
+    """Host seconds to issue a layer for one piece."""
+    one = np.ones(1)
+    ops = layer_ops(PIPELINE_SEARCHED, Step(costs, (one,), (one,)), 0)
+    return sum(op.host_s for op in ops if isinstance(op, Compute | Collective))
+
+
+def _seconds_of(ops: Iterable[Op]) -> Array:
     parts = (
         op.device_s if isinstance(op, Compute) else op.seconds for op in ops if isinstance(op, Compute | Collective)
     )
-    return float(sum(float(np.ravel(part)[0]) for part in parts))
+    return np.asarray(sum(parts, np.zeros(1)))
