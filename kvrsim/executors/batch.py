@@ -521,7 +521,6 @@ class _Evaluation:
             if not self.leads:
                 np.maximum(clock, host + hosts_s[-1], out=clock)
             self.hosts_s += _column([sum(op.host_s) for op in ops], self.hosts_s)
-            self._keep(edges, link)
 
         return run
 
@@ -547,7 +546,6 @@ class _Evaluation:
                 np.maximum(left, start[shift : shift + size], out=left)
                 self._wait(edges, left)
                 self._sent(edges, left, sent_s)
-                self._keep(edges, left)
                 there = clock[shift : shift + size]
                 np.maximum(there, np.add(left, late_s, out=arrival), out=there)
             np.maximum(clock[:size], clock[size:], out=self.clock)

@@ -63,7 +63,7 @@ def test_small_programs(seed: int) -> None:
 @pytest.mark.parametrize("topologies", NETWORKS.values(), ids=NETWORKS)
 @pytest.mark.parametrize("name", NAMES)
 @given(rng=draws())
-@examples(40)
+@examples(30)
 def test_every_executor_agrees_with_the_event_executor(name: str, topologies: tuple[str, ...], rng: Draws) -> None:
     """With even chunks, which are among the rows, some messages arrive exactly when a rank begins to wait."""
     strategy = get_strategy(name)

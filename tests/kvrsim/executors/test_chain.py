@@ -48,12 +48,12 @@ def test_rows(rng: Draws) -> None:
 
 
 @given(rng=draws())
-@examples(100)
+@examples(60)
 def test_any_chain(rng: Draws) -> None:
     """A chain equals its program: few and many layers and ranks, uneven machines, hosts that lead or delay."""
     layers, num_gpus = rng.choice([(1, 3), (4, 30)]), rng.choice([(2, 3), (4, 12)])
     scenario = any_run(rng, KVR, topologies=("switch", "nodes"), layers=layers, num_gpus=num_gpus)
-    runner, rows = Runner(scenario, KVR), any_rows(rng, scenario, KVR, 3)
+    runner, rows = Runner(scenario, KVR), any_rows(rng, scenario, KVR, 8)
     if runner.chain is None:
         return
     chunks = np.stack(columns(rows))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
 
 from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program, columns, for_strategy
@@ -15,9 +16,23 @@ from kvrsim.hardware import SlowGpu, SlowLink, UnevenCluster
 from kvrsim.program import computes_s
 from kvrsim.strategies import get_strategy
 from kvrsim.strategies.pipeline import pipeline_computes_s
+from tests.building import Draws, any_rows, any_run, draws, examples
 
 SEARCHED = get_strategy("pp-s")
 LAYOUTS = np.array([[10, 10, 12], [1, 1, 30], [30, 1, 1], [10, 10, 12]])
+
+
+@pytest.mark.parametrize("name", ["pp", "pp2+cp2"])
+@given(rng=draws())
+@examples(20)
+def test_any_pipeline(name: str, rng: Draws) -> None:
+    """A pipeline equals its program: hosts that lead or delay, messages that hosts issue, uneven machines."""
+    strategy = get_strategy(name)
+    scenario = any_run(rng, strategy, topologies=("switch", "nodes"), layers=(4, 9), tokens=(4, 400))
+    pieces = columns(any_rows(rng, scenario, strategy, 4))
+    finish_s = run_pipeline(scenario, strategy, pieces, scenario.cluster, scenario.cost)
+    want_s = run_program(build_program(scenario, strategy, pieces), scenario.cluster)
+    assert finish_s is None or finish_s == pytest.approx(want_s, rel=1e-11, abs=0)
 
 
 @pytest.mark.parametrize("topology", ["switch", "bus"])
