@@ -10,7 +10,6 @@ import json
 import os
 import re
 from dataclasses import replace
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -158,6 +157,8 @@ def config_path(name: str, argument: str) -> Path:
     except (OSError, ValueError):  # the path is too long or forbidden
         is_folder, exists = False, False
     if not exists:
+        from difflib import get_close_matches  # imported only for names that are unknown
+
         last = name[:100].lower().rpartition("/")[2]
         near = get_close_matches(last, (*builtin_models(), *own_models()), n=5, cutoff=0.5)
         some = f", such as {', '.join(near)}" if near else ""

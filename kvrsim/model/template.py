@@ -26,7 +26,7 @@ _DATA = Path(__file__).parents[1] / "data"
 MAX_LAYERS = 1000
 MAX_WIDTH = 2**31
 _NOT_SHAPES = ("quantization_config", "compression_config", "auto_map", "torch_dtype", "dtype", "architectures")
-_MAY_BE_0 = re.compile("dense|shared|offset")
+_MAY_BE_0 = "dense|shared|offset"  # patterns here are compiled on first use, by models that are read from a file
 _VALUES = (
     *(ModelSpec, LayerSpec, Gemm, Quantization, WeightFormat),
     *(Attention, LatentAttention, CompressedAttention, Recurrence, Indexer),
@@ -75,7 +75,7 @@ def _code(expression: str) -> Any:
 
 
 # Keys that do not affect shapes: numbers of tokens, rates of dropout, scales, names.
-_HARMLESS = re.compile(
+_HARMLESS = (
     r"^_|_token_ids?$|_token_ind(ex|ices)$|^n_special|drop|_eps$|epsilon|initializer|init_std|^rope_|rotary|theta|dtype"
     r"|^transformers_version$|^architectures$|^auto_map$|^use_cache$|^output_|pretraining|quantization|compression"
     r"|(^|_)act(ivation)?(_|$)|_name|^name|aux|scal|topk_method|scoring|norm_topk|nextn|mtp|^ep_size$|temperature"
@@ -87,7 +87,7 @@ _HARMLESS = re.compile(
 )
 # Keys that give the number of parts of a model. A type that is read as another type may have only those keys that are
 # known.
-_COUNTS = re.compile(
+_COUNTS = (
     r"expert|layers?(_|$)(?!.*norm)|_heads?$|_rank$|conv|sparse|latent|share|window|^(num|n)_|loop|recur|_(dim|size)$"
 )
 
@@ -119,20 +119,20 @@ def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = 
         ):
             fields.pop(key, None)
     nulls = {aliases.get(key, key) for key, value in config.fields.items() if value is None} - {*fields}
-    shapes = {key for key, value in fields.items() if value and not _HARMLESS.search(key)}
+    shapes = {key for key, value in fields.items() if value and not re.search(_HARMLESS, key)}
     config = replace(config, fields=fields)
     for variant in variants:
         keys = {*kind["known"], *variant["fixed"], *variant["numbers"]}
         # A list or an object must be one that the variant expects, or must define the kinds of layers.
         unread = {key for key in shapes & keys if isinstance(fields[key], list | dict)}
         unread -= {*variant["order"]["seen"], *variant["fixed"], *variant["numbers"]}
-        if unread or any(key in legacy or _COUNTS.search(key) for key in shapes - keys):
+        if unread or any(key in legacy or re.search(_COUNTS, key) for key in shapes - keys):
             continue
         model = _fill(kind["defaults"], variant, nulls, config, name)
         if model is not None:
             return model
     keys = {*kind["known"], *legacy, *(key for variant in variants for key in variant["fixed"])}
-    unknown = sorted(filter(_COUNTS.search, shapes - keys))
+    unknown = sorted(key for key in shapes - keys if re.search(_COUNTS, key))
     if unknown and not own:
         accepted = f"nothing: the layers are read as those of {kind['model_type']}, which lacks it"
         raise config.error(unknown[0], accepted)
@@ -159,7 +159,7 @@ def _fill(
         default = default if isinstance(default, int) else None
         if key not in fields and default is None:
             return None
-        numbers[key] = config.integer(key, default, minimum=0 if _MAY_BE_0.search(key) else 1, maximum=MAX_WIDTH)
+        numbers[key] = config.integer(key, default, minimum=0 if re.search(_MAY_BE_0, key) else 1, maximum=MAX_WIDTH)
     layers = _layers(variant, config, numbers)
     if layers is None:
         return None
