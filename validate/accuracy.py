@@ -42,12 +42,6 @@ def figures(result: Mapping[str, Any], prefills: pandas.DataFrame) -> dict[str, 
     return {name: round(float(value), 4) for name, value in errors.items()}
 
 
-def worse(now: Mapping[str, float], stored: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    """The pair (now, stored) of each figure that is missing now or more than MOST_WORSE above the stored value."""
-    pairs = {name: (now.get(name, float("inf")), value) for name, value in stored.items()}
-    return {name: pair for name, pair in pairs.items() if pair[0] > pair[1] + MOST_WORSE}
-
-
 def main(*options: str) -> None:
     """Rewrite the page, and the gate with --gate."""
     result, prefills = paper.run(), serving.compare()
