@@ -32,7 +32,7 @@ class Progress:
         self._next_line_s = FIRST_LINE_S
         self._is_shown = False
         self._state: tuple[float, float | None, str] = (0, None, text)
-        self._since_s = 0.0  # time at which the work with this text started
+        self._since_s = 0.0  # time at which the counted work started
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread = None if is_timed else threading.Thread(target=self._keep_time, daemon=True)
@@ -60,7 +60,8 @@ class Progress:
     def __call__(self, done: float, total: float | None, text: str) -> None:
         """Show the work that is done, its total (None: unknown), and a text."""
         with self._lock:
-            if text != self._state[2]:
+            last_done, last_total, last_text = self._state
+            if text != last_text and (total != last_total or done < last_done):
                 self._since_s = self.elapsed_s
             self._state = done, total, text
             self._draw()

@@ -71,7 +71,7 @@ def encode_figure(figure: Figure, suffix: str = ".png", *, dpi: int = 150) -> by
 WAITING = OPERATIONS["waiting"]
 HATCHED: dict[str, Any] = dict(facecolor=WAITING.colour.light, edgecolor=WAITING_LINES.light, hatch="/////")
 
-_TITLE, _LINE, _LEGEND = 0.36, 0.19, 0.235  # height of a row of each, inches
+_TITLE, _LINE, _LEGEND = 0.33, 0.19, 0.235  # height of a row of each, inches
 _LETTER, _SWATCH = 0.069, 0.36  # width of a letter and of a colour sample in a legend, inches
 
 
@@ -87,18 +87,18 @@ class Head:
     @property
     def height(self) -> float:
         """Height of the head in inches, with a margin below."""
-        return 0.12 + _TITLE + _LINE * len(self._lines) + _LEGEND * len(self._rows) + 0.08
+        return self._top + _LEGEND * len(self._rows) + 0.08
 
     def draw(self, figure: Figure) -> None:
         """Draw the head at the top of a figure."""
         inches = figure.get_size_inches()[1]
         style: dict[str, Any] = dict(x=0.12 / self.width, va="top")
-        figure.text(y=1 - 0.12 / inches, s=self._short_title, fontsize=14, fontweight="bold", color=INK, **style)
+        below = 1 - (0.12 + _TITLE * len(self._titles)) / inches
+        figure.text(y=1 - 0.12 / inches, s="\n".join(self._titles), fontsize=14, fontweight="bold", color=INK, **style)
         for number, line in enumerate(self._lines):
-            figure.text(y=1 - (0.12 + _TITLE + number * _LINE) / inches, s=line, fontsize=9.5, color=DIM, **style)
-        top = 0.12 + _TITLE + _LINE * len(self._lines)
+            figure.text(y=below - number * _LINE / inches, s=line, fontsize=9.5, color=DIM, **style)
         for number, row in enumerate(self._rows):
-            corner = (0.06 / self.width, 1 - (top + number * _LEGEND) / inches)
+            corner = (0.06 / self.width, 1 - (self._top + number * _LEGEND) / inches)
             self._draw_row(figure, row, corner)
 
     def _draw_row(self, figure: Figure, row: list[str], corner: tuple[float, float]) -> None:
@@ -110,9 +110,14 @@ class Head:
         figure.legend(patches, row, **place, **style)
 
     @property
-    def _short_title(self) -> str:
-        """The title, shortened to one line."""
-        return textwrap.shorten(printable(self.title), int(8.4 * self.width), placeholder=" …")
+    def _top(self) -> float:
+        """Inches above the legend."""
+        return 0.12 + _TITLE * len(self._titles) + _LINE * len(self._lines)
+
+    @property
+    def _titles(self) -> list[str]:
+        """The lines of the title; a longer title is cut."""
+        return textwrap.wrap(printable(self.title), int(8.4 * self.width), max_lines=2, placeholder=" …")
 
     @property
     def _lines(self) -> list[str]:

@@ -132,7 +132,7 @@ def main() -> None:
     chosen = parser.parse_args()
     pictures = dict(PICTURES)
     if chosen.here is not None:
-        pictures["confirm"] = Picture(command=CONFIRM, size=(1200, 960))
+        pictures["confirm"] = Picture(command=CONFIRM, size=(1200, 860))
     driver = start()
     with tempfile.TemporaryDirectory() as folder:
         if chosen.here is not None:

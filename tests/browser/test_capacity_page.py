@@ -56,7 +56,7 @@ def test_the_target_is_dragged(opened: Callable[..., Opened], plan: CapacityPlan
     fleet = cheapest(plan, target_s)
     assert (
         read_off(page)
-        == f"{fleet.num_gpus} GPU{'s' * (fleet.num_gpus > 1)}, ${2 * fleet.num_gpus} an hour: {fleet.describe()}"
+        == f"{fleet.num_gpus} GPU{'s' * (fleet.num_gpus > 1)}, ${2 * fleet.num_gpus} per hour: {fleet.describe()}"
     )
     assert page.find(".slider input[aria-label='Target TTFT']").get_attribute("aria-valuetext").endswith("s")
 

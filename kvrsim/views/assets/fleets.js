@@ -11,7 +11,7 @@ kv.ready((data) => {
   const priced = () => bySize || state.price !== null;
   const cost = (one) => (bySize ? one.cost : one.gpus * (state.price ?? 1));
   const at = (values) => values?.[data.percentiles.indexOf(state.percentile)] ?? null;
-  const money = (value) => (priced() ? `$${Number(value.toPrecision(4))} an hour` : `${value} GPU${value === 1 ? "" : "s"}`);
+  const money = (value) => (priced() ? `$${Number(value.toPrecision(4))} per hour` : `${value} GPU${value === 1 ? "" : "s"}`);
   const busy = (one) => `${Math.round(100 * one.utilisation)} %`;
 
   // -- the front
@@ -104,7 +104,7 @@ kv.ready((data) => {
   const [xs, lines] = series();
   const chart = kv.chart(chartHost, {
     label: "Fleets: cost and TTFT. The sliders above move the target and the price.", height: 360, xs, series: lines, marks: [targetMark, budgetMark], rings,
-    x: { title: priced() ? "cost an hour" : "GPUs", format: (value) => String(Number(value.toPrecision(4))), log: 2, tight: true },
+    x: { title: priced() ? "cost per hour" : "GPUs", format: (value) => String(Number(value.toPrecision(4))), log: 2, tight: true },
     y: { title: "TTFT", format: kv.seconds, log: true, least, most, tight: true },
     hover: (index) => (shown[index - 1] ? [shown[index - 1].fleet, words(shown[index - 1])] : ["", []]),
   });

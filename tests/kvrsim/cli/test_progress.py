@@ -53,6 +53,16 @@ def test_counts_have_an_estimate_of_the_same_work(clock: Clock, capsys: pytest.C
     assert "kvrsim: entries: 3 of 9, about 60 s more, after 40 s" in capsys.readouterr().err
 
 
+def test_the_estimate_is_that_of_the_count_while_the_text_changes(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress()
+    progress(0, 90, "layers: 0 samples, seconds")
+    clock.now_s += 30
+    progress(30, 90, "layers: 12 samples, seconds")
+    assert "seconds: 30 of 90, about 60 s more, after 30 s" in capsys.readouterr().err
+
+
 def test_short_work_prints_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     progress = Progress()
     clock.now_s += 9
