@@ -66,7 +66,7 @@ def test_a_layer_is_a_matrix(seed: int) -> None:
 
     groups, host_s = rng.choices([None, 2], k=rng.randint(0, 2)), float(rng.randint(0, 9))
     layer = tuple((work(), *(op for among in groups for op in (gather(among), work()))) for _ in range(4))
-    begins = tuple((replace(work(), host_s=host_s),) for _ in layer)
+    begins = tuple((work()._replace(host_s=host_s),) for _ in layer)
     program = Program(strategy="test", prologue=begins, layers=(layer,), layer_kind_index=(0,), epilogue=((),) * 4)
     seconds, floor_s, issued_s = layer_matrix(layer, cluster.path, (2,))
     starts_s = np.stack([np.maximum(op.device_s, host_s) for (op,) in begins])
