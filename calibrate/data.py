@@ -186,7 +186,7 @@ def _row(values: list[str], columns: tuple[str, ...], where: str) -> JsonObject:
     return JsonObject(fields={name: text for name, text in cells if text}, where=where)
 
 
-def typed(row: JsonObject, texts: Collection[str] = ()) -> JsonObject:
+def parse_cells(row: JsonObject, texts: Collection[str] = ()) -> JsonObject:
     """The row with numbers and truth values instead of their texts, except in the columns `texts`."""
     return replace(row, fields={name: text if name in texts else _value(text) for name, text in row.fields.items()})
 
@@ -322,7 +322,7 @@ def read_measurements(path: str | Path, argument: str = "measurements") -> list[
 def _read_table(table: CsvTable) -> list[Measurement]:
     table.only(COLUMNS)
     table.need(_ALWAYS)
-    return [read(Measurement, typed(row, _TEXTS)) for row in table.rows]
+    return [read(Measurement, parse_cells(row, _TEXTS)) for row in table.rows]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from calibrate.fit.fit import (
     element_bytes_of,
     mean_rate,
     peak_flops,
-    seen_of,
+    ranges_of,
     sources_of,
     to_digits,
 )
@@ -163,7 +163,7 @@ class AttentionFit(Fit[Rates]):
             source=sources_of(rows),
             own=self.own,
             cross_validated=self.left_out("chunk sizes", chunks.tolist()).from_size(chunks, PROMISED_CHUNK, "chunk"),
-            seen=seen_of(rows, _SEEN),
+            seen=ranges_of(rows, _SEEN),
         )
 
 
@@ -264,14 +264,14 @@ def fit_blocked(
     if skips_masked:
         parameters.append(Parameter(name="join_s", start=16 * token_s, low=0.0, high=1e-4))
 
-    def blocked(key_block: int) -> AttentionFit[BlockedRates]:
+    def form_with(key_block: int) -> AttentionFit[BlockedRates]:
         form = _form(name, data, parameters, lambda values: _block_rates(values, key_block, skips_masked), starts=4)
         return cast(AttentionFit[BlockedRates], form)
 
     def error(form: AttentionFit[BlockedRates]) -> float:
         return float(np.mean(np.abs(np.log(form.own.predicted_s / data.expected_s))))
 
-    return _with_factors_if_better(min(map(blocked, _KEY_BLOCKS), key=error), calls, peak)
+    return _with_factors_if_better(min(map(form_with, _KEY_BLOCKS), key=error), calls, peak)
 
 
 def _block_rates(values: Constants, key_block: int, skips_masked: bool) -> BlockedRates:

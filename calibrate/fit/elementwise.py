@@ -16,7 +16,7 @@ from calibrate.fit.fit import (
     column,
     has_waves,
     mean_rate,
-    seen_of,
+    ranges_of,
     solve,
     sources_of,
     to_digits,
@@ -76,7 +76,7 @@ def fit_elementwise(
         source=sources_of(rows),
         own=fit.own,
         cross_validated=fit.left_out("sizes", nbytes.tolist()).from_size(tokens, PROMISED_TOKENS, "tokens"),
-        seen=seen_of(rows, ("tokens", "bytes")),
+        seen=ranges_of(rows, ("tokens", "bytes")),
     )
 
 

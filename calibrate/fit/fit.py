@@ -341,7 +341,7 @@ def span_of(arrays: Sequence[Array]) -> Span:
     return float(min(one.min() for one in arrays)), float(max(one.max() for one in arrays))
 
 
-def seen_of(rows: Sequence[Measurement], names: Iterable[str]) -> dict[str, Span]:
+def ranges_of(rows: Sequence[Measurement], names: Iterable[str]) -> dict[str, Span]:
     """Smallest and largest value above 0 of each field; a field without such a value is dropped."""
     above = {name: value[value > 0] for name in names if ((value := column(rows, name)) > 0).any()}
     return {name: span_of([value]) for name, value in above.items()}

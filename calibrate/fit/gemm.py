@@ -32,7 +32,7 @@ from calibrate.fit.fit import (
     element_bytes_of,
     has_waves,
     peak_flops,
-    seen_of,
+    ranges_of,
     solve,
     sources_of,
     to_digits,
@@ -110,7 +110,7 @@ def fit_gemm(rows: Sequence[Measurement], gpu: GpuSpec, *, keep_shapes: Collecti
         own=Comparison(label="as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates)),
         cross_validated=held_out.from_size(data.tokens, PROMISED_ROWS, "rows"),
         interpolated=_interpolate(rates, data),
-        seen=seen_of(rows, _SEEN),
+        seen=ranges_of(rows, _SEEN),
     )
 
 
@@ -130,7 +130,7 @@ def fit_gemm_type(
         source=sources_of(by_time),
         own=own,
         cross_validated=alone.from_size(data.tokens, PROMISED_ROWS, "rows"),
-        seen=seen_of(by_time, _SEEN),
+        seen=ranges_of(by_time, _SEEN),
     )
 
 

@@ -18,7 +18,7 @@ from calibrate.fit.fit import (
     choose_knots,
     column,
     cross_validated_s,
-    seen_of,
+    ranges_of,
     sources_of,
     to_digits,
 )
@@ -122,13 +122,13 @@ def fit_all_reduce(rows: Sequence[Measurement]) -> FitResult[AllReduceRates]:
         tables = (_table(int(count), nbytes[of], seconds[of]) for count, of in zip(counts, same, strict=True))
         return AllReduceRates(measured=tuple(tables))
 
-    def predicted(train: Some, test: Some) -> Array:
+    def predict(train: Some, test: Some) -> Array:
         rates = rates_of(train)
         return np.array([float(rates.seconds(nbytes[index], int(ranks[index]))) for index in test])
 
     every = np.arange(len(calls))
-    own = Comparison(label="fitted", measured_s=seconds, predicted_s=predicted(every, every))
-    left_out_s = cross_validated_s(nbytes.tolist(), predicted)
+    own = Comparison(label="fitted", measured_s=seconds, predicted_s=predict(every, every))
+    left_out_s = cross_validated_s(nbytes.tolist(), predict)
     held_out = Comparison(label="sizes left out", measured_s=seconds, predicted_s=left_out_s)
     return _fit_of(calls, rates_of(every), own, held_out, why=why, gathers=has_ring)
 
@@ -160,7 +160,7 @@ def _fit_of(
         source=sources_of(rows) + why,
         own=own,
         cross_validated=held_out,
-        seen=seen_of(rows, ("bytes", "ranks")),
+        seen=ranges_of(rows, ("bytes", "ranks")),
         gather=("ring" if rows[0].kernel.endswith(RING) else "collective") if gathers else None,
     )
 

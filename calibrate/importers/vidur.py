@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from calibrate.data import MAX_WHOLE, CsvTable, Layout, Measurement, measurement_at, typed
+from calibrate.data import MAX_WHOLE, CsvTable, Layout, Measurement, measurement_at, parse_cells
 from kvrsim.io.schema import JsonObject
 
 _ELEMENT_BYTES = 2  # bytes of an fp16 element
@@ -41,7 +41,7 @@ def _read_mlp(table: CsvTable) -> list[Measurement]:
     origin = _origin(table)
     return [
         measurement_at(row.where, kernel=name, dtype="fp16", **origin, **_times(row, name), **fields)
-        for row in map(typed, table.rows)
+        for row in map(parse_cells, table.rows)
         for name, fields in _layer(row).items()
     ]
 
@@ -88,7 +88,7 @@ def _layer(row: JsonObject) -> dict[str, Mapping[str, Any]]:
 def _read_attention(table: CsvTable) -> list[Measurement]:
     table.need(("n_embd", "n_q_head", "n_kv_head", "is_prefill", *_ATTENTION_COLUMNS))
     origin = _origin(table)
-    return [_attention(row, origin) for row in map(typed, table.rows) if row.get("is_prefill", bool)]
+    return [_attention(row, origin) for row in map(parse_cells, table.rows) if row.get("is_prefill", bool)]
 
 
 def _attention(row: JsonObject, origin: Mapping[str, str]) -> Measurement:
@@ -128,7 +128,7 @@ def _read_send_recv(table: CsvTable) -> list[Measurement]:
             **origin,
             **_times(row, "send_recv"),
         )
-        for row in map(typed, table.rows)
+        for row in map(parse_cells, table.rows)
     ]
 
 

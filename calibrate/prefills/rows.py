@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibrate.data import CsvTable, typed
+from calibrate.data import CsvTable, parse_cells
 from kvrsim.choices import DTYPES
 from kvrsim.closed_loop import OUTPUT_TOKENS, ClosedLoop
 from kvrsim.errors import InputError
@@ -368,7 +368,7 @@ def _csv_row(row: JsonObject, context_len: int | None) -> PrefillRow:
 
 def _prefill_s(row: JsonObject, context_len: int | None) -> float:
     """The row's TTFT; with several users, the seconds of one prefill, derived from their mean TTFT."""
-    numbers = typed(row)
+    numbers = parse_cells(row)
     mean_s = numbers.number("ttft_s")
     users = parse_count(row.text("concurrency"), f"{row.where}: concurrency") if row.has("concurrency") else 1
     if users == 1:

@@ -199,7 +199,7 @@ def place_experts(share: ModelSpec, model: ModelSpec, layout: Layout) -> ModelSp
     """
     groups = layout.expert_parallel
 
-    def placed(mine: LayerSpec, whole: LayerSpec) -> LayerSpec:
+    def place(mine: LayerSpec, whole: LayerSpec) -> LayerSpec:
         if not whole.num_experts:
             return mine
         if whole.num_experts % groups:
@@ -209,7 +209,7 @@ def place_experts(share: ModelSpec, model: ModelSpec, layout: Layout) -> ModelSp
         return replace(mine, mlp=mlp, num_experts=whole.num_experts // groups)
 
     kinds = list(zip(share.layer_kind_index, model.layer_kind_index, strict=True))
-    pairs = {(mine, whole): placed(share.layer_kinds[mine], model.layer_kinds[whole]) for mine, whole in set(kinds)}
+    pairs = {(mine, whole): place(share.layer_kinds[mine], model.layer_kinds[whole]) for mine, whole in set(kinds)}
     return replace(share, layers=tuple(pairs[kind] for kind in kinds))
 
 

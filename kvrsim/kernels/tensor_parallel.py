@@ -46,8 +46,8 @@ class Group:
 
         Without measurements, one node takes 2 (p - 1) steps with 1/p of the bytes each (Patarasuk and Yuan, 2009).
         """
-        if self.measured is not None:
-            return self.measured.seconds(nbytes, self.size)
+        if self.all_reduce_rates is not None:
+            return self.all_reduce_rates.seconds(nbytes, self.size)
         once_s = self.inside.gather_s(nbytes) + self.across.gather_s(nbytes / self.inside.size)
         return self._launch_s + 2.0 * once_s
 
@@ -60,7 +60,7 @@ class Group:
         return self.inside.gathered_bytes(nbytes) + self.across.gathered_bytes(nbytes / self.inside.size)
 
     @property
-    def measured(self) -> AllReduceRates | None:
+    def all_reduce_rates(self) -> AllReduceRates | None:
         """Measured all-reduces of this number of GPUs in one node; None if they were not measured."""
         rates = self.inside.path.all_reduce
         return rates if rates is not None and self.across.size == 1 and rates.covers(self.size) else None

@@ -113,13 +113,13 @@ def quantized(
             name = name.replace(own, other)
         return name
 
-    def stored(number: int, gemm: Gemm) -> Gemm:
+    def store(number: int, gemm: Gemm) -> Gemm:
         if gemm.out_features == 1 or _KEPT.hold(gemm.name):
             return gemm
         return replace(gemm, weights=format_of(f"{prefix}.{number}.{place(gemm.name)}"))
 
     layers = tuple(
-        replace(with_matrices(layer, partial(stored, number)), router=layer.router)
+        replace(with_matrices(layer, partial(store, number)), router=layer.router)
         for number, layer in enumerate(model.layers)
     )
     lm_head = replace(model.lm_head, weights=None if model.tie_word_embeddings else format_of(_HEAD))
