@@ -142,7 +142,7 @@ class Kind:
             if one.init and not isinstance(one.default, (list, dict))
         }
         names: dict[str, str] = getattr(self.cls, "attribute_map", {})
-        setting_names = sorted(name for name in self.defaults if not _HARMLESS.search(name))
+        setting_names = sorted(name for name in self.defaults if not re.search(_HARMLESS, name))
         # Widths that are not fields: head_dim if the class reads it, intermediate_size if the class derives it.
         derived = {*vars(self.cls())}
         self.defaults |= dict.fromkeys(({"head_dim"} & {*_legacy(self.cls)}) - derived)
@@ -168,7 +168,7 @@ class Kind:
         return {
             key: value
             for key, value in values.items()
-            if type(value) is int and key in self.defaults and not _HARMLESS.search(key) and value >= 0
+            if type(value) is int and key in self.defaults and not re.search(_HARMLESS, key) and value >= 0
         }
 
     def read(self, config: Mapping[str, Any]) -> ModelSpec:
@@ -246,7 +246,7 @@ class Kind:
         absent = {key for key, value in self.defaults.items() if value is None}
         for key in sorted((reads & set(self.defaults)) | absent | (set(config) - set(self.defaults))):
             value = config.get(key, self.defaults.get(key))
-            if key in numbers or _HARMLESS.search(key) or key == "tie_word_embeddings" or len(str(value)) > 500:
+            if key in numbers or re.search(_HARMLESS, key) or key == "tie_word_embeddings" or len(str(value)) > 500:
                 continue
             of_layers = isinstance(values.get(key), list) and len(values[key]) == values.get("num_hidden_layers")
             discarded = type(value) is int and values.get(key, value) is None  # the class drops an unused window

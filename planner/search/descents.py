@@ -71,7 +71,7 @@ def plan_on_a_bus(scenario: Scenario, strategy: Strategy) -> tuple[Row, float]:
     keys and values pass once to every later rank, or to the next rank with those of all earlier ranks. The partition
     with the least maximum of both is searched from balanced chunks of the last ranks.
     """
-    return scenario.derived(("plan on a bus", strategy), lambda: _plan_on_a_bus(scenario, strategy))
+    return scenario.memoize(("plan on a bus", strategy), lambda: _plan_on_a_bus(scenario, strategy))
 
 
 def _plan_on_a_bus(scenario: Scenario, strategy: Strategy) -> tuple[Row, float]:
