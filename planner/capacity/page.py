@@ -18,7 +18,7 @@ from kvrsim.units import format_bandwidth, format_bytes, format_seconds
 from kvrsim.views.figure import Head, drawing
 from kvrsim.views.page import CHARTS, Page, Section, Summary, facts_of, items, join, table, tag
 from kvrsim.views.style import DIM, INK, chart_style
-from kvrsim.views.table import Cell, Column, Table, seconds_cell
+from kvrsim.views.table import Cell, Column, Table, columns, seconds_cell
 from planner.capacity.fleet import FleetRun, Indices
 from planner.capacity.result import CapacityPlan
 
@@ -116,8 +116,7 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
 
 def group_table(plan: CapacityPlan) -> Table:
     """Table of the groups that serve each range of lengths: one row per range."""
-    titles = ("new tokens", "groups", "strategy, share of time", "requests")
-    rows = Table(columns=[Column(title=title, number=title == "requests") for title in titles])
+    rows = columns("new tokens", "groups", "strategy, share of time", ">requests")
     for group in plan.first.groups:
         strategies = ", ".join(f"{name} {share:.0%}" for name, share in group.strategies.items()) or "none"
         low, high = group.context_range

@@ -363,10 +363,7 @@ class FleetSearch:
     def fits(self, designs: Sequence[Fleet], earlier: Sequence[Fit] = ()) -> list[Fit]:
         """The earlier fits and the fits of designs that meet the target at no higher cost, best first."""
         fits = list(earlier)
-        for number, design in enumerate(designs):
-            if fits and self.work.is_late:
-                self.work.left_out += len(designs) - number
-                break
+        for design in self.work.in_time(designs, lambda: bool(fits)):
             self._simulated.add(design)
             best = min((fit.cost for fit in fits), default=math.inf)
             if (fit := self.fit(design, at_most=best if len(design) > 1 else math.inf)) is not None:
@@ -421,10 +418,7 @@ class FleetSearch:
     def answers(self, fits: Sequence[Fit]) -> list[FleetAnswer]:
         """The fleets of the fits that meet the target, best first."""
         answers = list[FleetAnswer]()
-        for number, fit in enumerate(fits):
-            if self.work.is_late and any(one.meets for one in answers):
-                self.work.left_out += len(fits) - number
-                break
+        for fit in self.work.in_time(fits, lambda: any(one.meets for one in answers)):
             answer = self.simulator.answer(fit.fleet)
             if self.simulator.request.sure:
                 answer = self.more_groups(answer)
@@ -465,11 +459,8 @@ class FleetSearch:
         fleets = [one for one in dict.fromkeys(scaled) if gpus_of(one) <= self.limits.max_gpus]
         self.work.finish(len(fleets))
         by_fleet = {one.fleet: one for one in answers}
-        for fleet in fleets:
-            if fleet not in by_fleet and self.work.is_late:
-                self.work.left_out += 1
-            elif fleet not in by_fleet:
-                by_fleet[fleet] = replace(self.simulator.answer(fleet, has_interval=False), runs=())
+        for fleet in self.work.in_time([one for one in fleets if one not in by_fleet], lambda: True):
+            by_fleet[fleet] = replace(self.simulator.answer(fleet, has_interval=False), runs=())
         return tuple(by_fleet[one] for one in fleets if one in by_fleet) or tuple(answers)
 
     def nearest_miss(self) -> FleetAnswer:

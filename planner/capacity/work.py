@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
 from kvrsim.arguments import OnProgress
 from planner.capacity.request import CapacityRequest
 from planner.processes import Pool
@@ -10,6 +13,7 @@ _REQUEST_S, _PACKED_S = 1.3e-6, 10e-6  # seconds to simulate one request, alone 
 # Usual numbers of simulations in a search: uniform and mixed designs, larger fleets, with `sure`, and for the answer.
 _UNIFORM, _MIXED, _LARGER, _SURE, _ANSWER = 15, 15, 30, 30, 8
 _SEARCH_SHARE = 0.85  # share of the time budget after which no further design is simulated; the answer follows
+_Item = TypeVar("_Item")
 
 
 class Work:
@@ -57,6 +61,14 @@ class Work:
         """Count simulated requests."""
         self.simulated += requests
         self.add(self._request_s * requests)
+
+    def in_time(self, items: Sequence[_Item], is_enough: Callable[[], bool]) -> Iterator[_Item]:
+        """Yield the items until the search has to end and the results so far are enough; count the others."""
+        for number, item in enumerate(items):
+            if self.is_late and is_enough():
+                self.left_out += len(items) - number
+                return
+            yield item
 
     @property
     def is_late(self) -> bool:
