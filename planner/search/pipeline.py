@@ -56,8 +56,9 @@ MOST_A_STAGE = 64  # pieces per stage; with 64, filling and emptying the stages 
 _NODES = 96  # maximum number of nodes of a coarse search
 _LENGTHS, _PARTS = 96, 4  # number of tried piece lengths; most nodes per length
 _LONG, _LONGEST = 4, 12  # factor on _NODES if pieces are short; longest piece in node distances
-# More partitions are refined, and refined ones shaken, if their TTFTs are within these factors of the best.
-_CLOSE, _CLOSE_REFINED = 1.01, 1.001
+# More partitions are refined, and refined ones shaken, if their TTFTs are within these factors of the best. With the
+# first distance between nodes divided by _BEHIND_AT, a refinement ends if TTFT is above _BEHIND times that of another.
+_CLOSE, _CLOSE_REFINED, _BEHIND, _BEHIND_AT = 1.03, 1.0003, 1.007, 3
 _AROUND, _FEW = 3, 24  # nodes on each side of an end if there are few ends; number from which there are many
 _MOST_REFINED = 512  # most ends of pieces for refinement
 _LONGER = 2.2  # longest refined piece, relative to the unrefined piece there
@@ -231,10 +232,12 @@ class _Search:
                 return plans[0][:2]
         plans = sorted([*plans[: self.effort.refinements], self._balanced(plans[0][0])], key=itemgetter(1))
         plans = [one for one in plans[: 2 * self.effort.refinements - 1] if one[1] <= _CLOSE * plans[0][1]]
-        refined = sorted((self._refine(*one) for one in plans), key=itemgetter(1))
-        return min(
-            (self._shaken(one[0]) for one in refined if one[1] <= _CLOSE_REFINED * refined[0][1]), key=itemgetter(1)
-        )
+        best_s, refined = math.inf, list[RowTime]()
+        for plan in plans:
+            refined.append(self._refine(*plan, best_s))
+            best_s = min(best_s, refined[-1][1])
+        close = [row for row, ttft_s in refined if ttft_s <= _CLOSE_REFINED * best_s]
+        return min(map(self._shaken, close), key=itemgetter(1))
 
     def _shaken(self, row: Row) -> RowTime:
         """The result of a descent, and of descents from neighbours of the result as long as they improve it."""
@@ -344,9 +347,12 @@ class _Search:
         ]
         return min(parts, default=-(-self.end // most[0]))
 
-    def _refine(self, row: Row, ttft_s: float, spacing: int) -> RowTime:
-        """Move the ends of pieces and stages in smaller and smaller steps, also with more or fewer pieces."""
-        again = 0
+    def _refine(self, row: Row, ttft_s: float, spacing: int, to_beat_s: float) -> RowTime:
+        """Move the ends of pieces and stages in smaller and smaller steps, also with more or fewer pieces.
+
+        to_beat_s: TTFT of another refined row; a refinement that stays far above it ends early.
+        """
+        again, first = 0, spacing
         self._measure(self._ends(row))
         while (ends := np.concatenate([[0], self._ends(row), [self.end]])).size <= _MOST_REFINED:
             around = spacing * np.arange(-_AROUND, _AROUND + 1) if len(ends) < _FEW else spacing * np.arange(-1, 2)
@@ -358,7 +364,7 @@ class _Search:
             before_s = ttft_s
             row, ttft_s = min((row, ttft_s), self._fastest(nodes, pieces), key=itemgetter(1))
             again = again + 1 if ttft_s < before_s * (1 - _WORTH) and again < self.effort.again else 0
-            if not again and spacing == 1:
+            if (not again and spacing == 1) or (spacing * _BEHIND_AT <= first and ttft_s > _BEHIND * to_beat_s):
                 break
             spacing = spacing if again else max(1, spacing // 2)
         return row, ttft_s
