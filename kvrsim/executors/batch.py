@@ -214,7 +214,6 @@ class _Evaluation:
     `free_s`: time at which each link is free again; a key (rank, rank) stands for all messages of a rank that leave in
     turn. Only links with messages that overlap with computation are in it: a rank that goes on after a rendezvous or a
     collective has received all that was sent to it, so that its links are free when both ranks reach the next one.
-
     """
 
     def __init__(
@@ -246,20 +245,17 @@ class _Evaluation:
 
     def run(self, program: Program) -> None:
         """Run all ranks from the start to the end."""
-        blocks = compile_blocks(program, self.links.path, self.draw)
-        ways = {_way(rank, step) for block in blocks for rank, own in enumerate(block) for step in own}
-        self.free_s = {way: np.full(self.clock.shape[1:], -np.inf) for way in ways if way is not None}
-        prologue, *kinds, epilogue = blocks
-        self._repeat([self.layer(prologue)], 1)
-        if is_closed(program):
-            layers = list(map(self.layer, kinds))
-            for period, times in periods_of(program):
-                self._repeat([layers[kind] for kind in period], times)
-        else:
+        blocks, periods = compile_blocks(program, self.links.path, self.draw), periods_of(program)
+        if not is_closed(program):  # all layers are one, because states do not contain messages in flight
+            _, *kinds, _ = blocks
             ranks = range(program.num_ranks)
             whole = [[step for kind in program.layer_kind_index for step in kinds[kind][rank]] for rank in ranks]
-            self._repeat([self.layer(whole)], 1)
-        self._repeat([self.layer(epilogue)], 1)
+            blocks[1:-1], periods = [whole], [((0,), 1)]
+        prologue, *layers, epilogue = map(self.layer, blocks)
+        self._repeat([prologue], 1)
+        for period, times in periods:
+            self._repeat([layers[kind] for kind in period], times)
+        self._repeat([epilogue], 1)
 
     def layer(self, steps: Block) -> _Layer:
         """Prepare a layer: actions in an order in which none has to wait.
@@ -294,6 +290,7 @@ class _Evaluation:
             for rank, one in exchanges
         )
         ways = {way for rank, one in exchanges if (way := _way(rank, one)) is not None}
+        self.free_s |= {way: np.full(self.clock.shape[1:], -np.inf) for way in ways - set(self.free_s)}
         return _Layer(actions, np.array([sum(map(host_s_of, own)) for own in steps]), in_order, ways)
 
     def _action(self, ranks: Sequence[int], ops: Sequence[Step]) -> Action:
