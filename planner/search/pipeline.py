@@ -231,7 +231,7 @@ class _Search:
             if self._is_hopeless(plans[0][1]):
                 return plans[0][:2]
         plans = sorted([*plans[: self.effort.refinements], self._balanced(plans[0][0])], key=itemgetter(1))
-        plans = [one for one in plans[: 2 * self.effort.refinements - 1] if one[1] <= _CLOSE * plans[0][1]]
+        plans = [one for one in plans[: self.effort.refinements + 1] if one[1] <= _CLOSE * plans[0][1]]
         best_s, refined = math.inf, list[RowTime]()
         for plan in plans:
             refined.append(self._refine(*plan, best_s))
