@@ -50,10 +50,9 @@ from planner.capacity.result import (
     trace_interval,
 )
 from planner.capacity.times import ServiceTimes
-from planner.capacity.work import Work
+from planner.capacity.work import MANY, Work
 from planner.capacity.workload import Workload
 
-MANY = 250_000  # requests of all workloads together, above which fewer designs are tried
 _PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 92.5, 95, 96, 97, 98, 98.5, 99, 99.5, 99.9, 100)
 _REQUEST_QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
 _WORK_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)

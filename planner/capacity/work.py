@@ -9,9 +9,10 @@ from kvrsim.arguments import OnProgress
 from planner.capacity.request import CapacityRequest
 from planner.processes import Pool
 
+MANY = 250_000  # requests of all workloads together, above which fewer designs are tried
 _REQUEST_S, _PACKED_S = 1.3e-6, 10e-6  # seconds to simulate one request, alone or in packed steps
 # Usual numbers of simulations in a search: uniform and mixed designs, larger fleets, with `sure`, and for the answer.
-_UNIFORM, _MIXED, _LARGER, _SURE, _ANSWER = 15, 15, 30, 30, 8
+_UNIFORM, _MIXED, _LARGER, _LARGER_OF_MANY, _SURE, _ANSWER = 12, 15, 30, 10, 30, 8
 _SEARCH_SHARE = 0.85  # share of the time budget after which no further design is simulated; the answer follows
 _Item = TypeVar("_Item")
 
@@ -36,7 +37,8 @@ class Work:
         self.simulated = self.left_out = 0  # requests; designs for which the time budget was too short
         self._request_s = _REQUEST_S if request.pack_tokens is None else _PACKED_S
         self._pass_s = requests * self._request_s
-        self._later_s = (_LARGER + _ANSWER + _SURE * request.sure) * self._pass_s
+        larger = _LARGER if requests <= MANY else _LARGER_OF_MANY
+        self._later_s = (larger + _ANSWER + _SURE * request.sure) * self._pass_s
         self._search_s = _UNIFORM * self._pass_s + _MIXED * stretch * self._request_s + self._later_s
         self._done_s = self._left_s = self._least_left_s = 0.0
 
