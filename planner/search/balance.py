@@ -26,7 +26,8 @@ class RankWork(NamedTuple):
     last_post_s: Array  # part of compute_s after the append of the last such layer, with later layers
     sends_s: Array  # messages of all layers on the link to the next rank
     last_send_s: Array  # last of these messages
-    recv_held_s: Array  # messages of all layers from the previous rank, if these occupy the compute stream
+    # Messages of all layers from the previous rank, if these occupy the compute stream; for proofs, with latencies.
+    recv_held_s: Array
     send_held_s: Array  # `sends_s`, if messages occupy the compute stream
 
     @property
@@ -63,6 +64,8 @@ class ChainWork:
         # For each path: 1 for ranks whose path to the next rank it is, else 0. The last rank sends nothing: 0.
         self._over = [np.array([path == one for path in paths] + [False], dtype=float) for one in self._paths]
         self._latency_s = np.array([path.latency_s for path in paths])
+        # Seconds for which a rank waits in each layer for a message that begins when both ranks are ready.
+        self._awaited_s = np.append(0.0, self._latency_s) * (least and not scenario.sends_overlap)
 
     def work(self, ranks: range, chunk: Array, start: Array) -> RankWork:
         """The work of these ranks with these chunks and starts (tokens, equal shapes, ranks first)."""
@@ -77,6 +80,9 @@ class ChainWork:
             if not self.scenario.sends_overlap and ranks[-1]:
                 before_ranks = range(ranks.start - 1, ranks.stop - 1)
                 received = received + self.counts[kind] * self._busy_s(before_ranks, costs.forwarded_kv_bytes(start))
+                if costs.has_mixer:
+                    awaited_s = _along(self._awaited_s[ranks.start : ranks.stop], chunk)
+                    received = received + self.counts[kind] * awaited_s
             if self._before[kind]:
                 qkv = qkv + self._before[kind] * total
             if self._behind[kind]:

@@ -27,8 +27,9 @@ token; a wall at this limit needs no proof. A chunk counts with at least one tok
 
 The range of x is divided into intervals. In each, every condition is evaluated at the end where it is weakest. If
 messages occupy the compute stream, the time of received messages increases with the start; it is counted for a start at
-the wall. The time of attention is one that no call of its kernel beats and that, at a fixed end, does not increase with
-the start (measured times may, because work is rounded up to tiles: `AttentionRates.least_seconds`).
+the wall. Each of them also lets the receiver wait for the latency of the link, because it begins when both are ready.
+The time of attention is one that no call of its kernel beats and that, at a fixed end, does not increase with the start
+(measured times may, because work is rounded up to tiles: `AttentionRates.least_seconds`).
 In a layer with a state, the scan takes the place of the append, whose time counts as 0. A layer without a mixer sends
 nothing: the "first" and the "last" layer are the first and the last one that send.
 Other waiting, queueing and contention are ignored, which only lowers the bound.

@@ -318,7 +318,10 @@ class _Bound:
     def _busy_s(self, work_s: Array) -> Array:
         """Time of the layers and messages of a stage, if messages occupy both stages: the mean or the largest one."""
         sent_s, none = self._all_sent_s(), np.zeros((1, len(self.most)))
-        messages_s = np.concatenate([sent_s, none]) + np.concatenate([none, sent_s])
+        awaited_s = self.fewest * np.array(
+            [[path.latency_s] for path in self.paths]
+        )  # by the receiver, for each message
+        messages_s = np.concatenate([sent_s, none]) + np.concatenate([none, sent_s + awaited_s])
         mean_s = (work_s + (messages_s / self.slowness[:, None]).sum(axis=0)) / self.speed
         layer_s = (self.parts_s[:-1] / self.works_s).min() * work_s
         return np.asarray(np.maximum(mean_s, (messages_s + self.slowness[:, None] * layer_s).max(axis=0)))
