@@ -236,8 +236,8 @@ class _Search:
         for plan in plans:
             refined.append(self._refine(*plan, best_s))
             best_s = min(best_s, refined[-1][1])
-        close = [row for row, ttft_s in refined if ttft_s <= _CLOSE_REFINED * best_s]
-        return min(map(self._shaken, close), key=itemgetter(1))
+        close = {row.tobytes(): row for row, ttft_s in refined if ttft_s <= _CLOSE_REFINED * best_s}
+        return min(map(self._shaken, close.values()), key=itemgetter(1))
 
     def _shaken(self, row: Row) -> RowTime:
         """The result of a descent, and of descents from neighbours of the result as long as they improve it."""
