@@ -108,7 +108,7 @@ TESTS = {  # tests that cover a module; quick tests and those that detect the mo
     ],
 }
 Change = Callable[[], object]
-LIMIT_S = 300  # maximum CPU seconds of one mutant, which is killed after them; unchanged modules take less than half
+LIMIT_S = 100  # maximum CPU seconds of one mutant, which is killed after them; unchanged modules take less than half
 _OPERATORS = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
