@@ -1,4 +1,4 @@
-"""A proven lower bound on the TTFT of every pipeline over the given GPUs: any pieces, any layers on the stages.
+"""A proven lower bound on the TTFT of pipelines over the given GPUs: any layers on stages, pieces at multiples of a stride.
 
 Proof. Stage s takes d(s, m) for piece m of M. It begins a piece after its previous piece, and after the previous stage
 has done the same piece. So TTFT is at least the sum of d along every path from (1, 1) to (S, M) that advances by one
@@ -68,7 +68,7 @@ _EXACT, _NUMBERS = 64, 1.04  # largest number of pieces that is an interval of i
 _ENDS = 256  # most ends of pieces for shortest paths
 _RATIO = 1.02  # ratio of a cell's longest to its shortest piece, and of its latest to its first start
 _TILE = 128  # tokens: cells of shorter pieces end at its multiples
-_PIECES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 256])  # numbers of even pieces for which prices are tried
+_PIECES = 2 ** np.arange(0, 8.5, 0.5)  # numbers of even pieces for which prices are tried
 _PRICES = np.array([[0.1], [0.25], [0.4], [0.55], [0.7], [0.85], [1.0]])  # prices as shares of an even piece's time
 _LEAST, _NEVER = 1e-12, 1e30  # least share of a stage; share of stages without layers
 _TINY = 1e-290  # divisor in place of 0
@@ -318,9 +318,8 @@ class _Bound:
     def _busy_s(self, work_s: Array) -> Array:
         """Time of the layers and messages of a stage, if messages occupy both stages: the mean or the largest one."""
         sent_s, none = self._all_sent_s(), np.zeros((1, len(self.most)))
-        awaited_s = self.fewest * np.array(
-            [[path.latency_s] for path in self.paths]
-        )  # by the receiver, for each message
+        latencies_s = np.array([[path.latency_s] for path in self.paths])
+        awaited_s = self.fewest * latencies_s  # by the receivers
         messages_s = np.concatenate([sent_s, none]) + np.concatenate([none, sent_s + awaited_s])
         mean_s = (work_s + (messages_s / self.slowness[:, None]).sum(axis=0)) / self.speed
         layer_s = (self.parts_s[:-1] / self.works_s).min() * work_s
@@ -381,9 +380,8 @@ class _Layouts:
             begin, end = begin[usable], end[usable]
             own = self.until[:, end] - self.until[:, begin]
             first = self.slowness[stage] * own + (0.0 if self.overlaps else sent) * message
-            own_s = first_s = self.share(first)
-            if not self.overlaps and received > 0:
-                own_s = np.maximum(first_s, self.share(first + received * message))
+            first_s = self.share(first)
+            own_s = first_s if self.overlaps else np.maximum(first_s, self.share(first + received * message))
             usable = (own_s <= most_share) & (later[0, end] < 1.0 / _LEAST)
             begin, end, own, own_s, first_s = begin[usable], end[usable], own[:, usable], own_s[usable], first_s[usable]
             paths = _with_stage(own_s, later[:, end], widths, own_s - first_s)

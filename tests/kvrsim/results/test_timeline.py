@@ -14,7 +14,7 @@ from hypothesis import given
 import kvrsim
 from kvrsim.compile import build_program, columns
 from kvrsim.executors.event import EventSimulation
-from kvrsim.program import AllGather, AllToAll, Compute, Op, Program, RingPass, Send
+from kvrsim.program import AllGather, AllToAll, Compute, Op, Program, RingPass, Send, host_s_of
 from kvrsim.results.timeline import Span, trace_events
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
@@ -45,6 +45,8 @@ def test_spans_can_have_happened(name: str, rng: Draws) -> None:
     assert timeline.end_s == pytest.approx(max(replay.finish_s), rel=1e-12)
     assert all(span.start_s >= 0 for span in timeline.spans)
     assert all(span.duration_s > 0 or span.kind == "transfer" for span in timeline.spans)
+    if not any(host_s_of(op) for rank in range(program.num_ranks) for _, op in program.ops(rank)):
+        assert not any(span.name == "host" for span in timeline.spans), "a host that takes no time delays nothing"
     slack = 1e-12 * timeline.end_s
     for rank in range(program.num_ranks):
         stream = sorted(
