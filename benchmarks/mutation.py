@@ -1,12 +1,12 @@
 """Mutation testing of the model of time and of the bounds: which small changes of the code no test notices.
 
-python benchmarks/mutation.py [--sample 60] [--seed 31] [--only PATH] [--again]    try mutants that have no result yet
+python benchmarks/mutation.py [--sample 60] [--seed 32] [--only PATH] [--again]    try mutants that have no result yet
 python benchmarks/mutation.py --report                                   write results/mutation.md
 
 A mutant is the code with one changed operator, constant, condition or call, or without one statement; assertions
 (also `strict` of zip), messages and imports stay unchanged. The tests of each mutant run in a fork, in which the
 mutant's definitions replace those of the module. The laws were written with the survivors of seeds 1, 2, 3,
-11, 12, 21, 22 and 77 in view; the sample of the page (seed 31) was drawn afterwards. Laws that it led to do not count
+11, 12, 21, 22, 31, 41 and 77 in view; the sample of the page (seed 32) was drawn afterwards. Laws that it led to do not count
 in its figures. Results are kept in results/mutation.json. A mutant's name contains the code of the changed statement,
 so that a mutant is tried again if the statement changes. data/equivalent_mutants.json lists surviving mutants that no
 test can detect, with the reason: they change no time, no bound, no message and no number of operations, for any input.
@@ -243,7 +243,7 @@ def main() -> None:
     """Try a sample of mutants, or write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sample", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=31)
+    parser.add_argument("--seed", type=int, default=32)
     parser.add_argument("--only", default="")
     parser.add_argument("--again", action="store_true", help="also try survivors that are not equivalent")
     parser.add_argument("--report", action="store_true")

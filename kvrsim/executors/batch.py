@@ -67,8 +67,8 @@ class Segment(NamedTuple):
     def then(self, other: Segment) -> Segment:
         """This segment followed by another one; the maxima distribute over the sums."""
         device_s = self.device_s + other.device_s
-        if self.floor_s is self.device_s and other.floor_s is other.device_s and not self.host_s:  # hosts issue nothing
-            return Segment(device_s, device_s, other.host_s)
+        if not self.host_s and not other.host_s:
+            return Segment(device_s, device_s, 0.0)
         floor_s = np.maximum(self.floor_s + other.device_s, self.host_s + other.floor_s)
         return Segment(device_s, floor_s, self.host_s + other.host_s)
 

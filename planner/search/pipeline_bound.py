@@ -36,13 +36,11 @@ is a shortest path over these places. Otherwise it is the rise of a convex funct
 no piece by more than D(m) - price. This is tested per cell of a grid of lengths and starts: the time of mixing
 increases with both, so the shortest, first piece bounds it in the cell; the function rises most over the longest, last
 piece. A chunk of local attention may begin within a piece, so the mixing of such layers counts as 0.
-With slow GPUs, the mean of all stages is another bound: TTFT contains the work of a stage on all pieces, and that of
-each other stage on at least the first or the last piece. The mean is the work over the sum of the speeds. The bound is
-the least one over all numbers of pieces.
+The bound is the least one over all numbers of pieces.
 
 Each link carries all pieces one after another. Before that, the first piece passes the stages before the link; after
-that, the last piece passes the stages behind it. If messages occupy both stages, a stage also has the messages of both
-its links, so the mean contains them.
+that, the last piece passes the stages behind it. If messages occupy both stages, the stages together take the work of
+all pieces and twice the messages. The busiest stage takes at least this over the sum of the GPUs' speeds.
 """
 
 from __future__ import annotations
@@ -257,11 +255,7 @@ class _Bound:
         work_s = self._sums_s(self.works_s)
         if not np.isfinite(work_s).all():  # the possible pieces do not add up to the context
             return self.ttft_s
-        bounds = [
-            issued_s,
-            first_s + passed_s + self._mean_s(work_s),
-            self._paths_s(np.append(self.counts, 0.0), work_s, 0.0 * self.links, first_s + passed_s),
-        ]
+        bounds = [issued_s, self._paths_s(np.append(self.counts, 0.0), work_s, 0.0 * self.links, first_s + passed_s)]
         both = messages * self.parts_s[-1]
         if (both > _FEW * self.works_s).any():
             both_s = self._sums_s(self.works_s + both)
@@ -299,10 +293,6 @@ class _Bound:
         layouts = _Layouts(self.scenario, self.hosts_s, self.parts_s / (weights @ self.parts_s), weights, links)
         most_share = self.ttft_s / sums_s[self.is_possible].min()  # a longer stage takes more than the known TTFT
         return layouts.least_s(sums_s, self.fewest, self.most, before_s, most_share)
-
-    def _mean_s(self, work_s: Array) -> Array:
-        """The mean work of a stage on all pieces, and of the other stages on one piece."""
-        return np.asarray((work_s + (self.speed - 1) * self._least_s()) / self.speed)
 
     def _links_s(self, first_s: Array) -> Array:
         """One piece passes all stages, and all pieces pass one link."""
@@ -375,14 +365,13 @@ class _Layouts:
             if self.overlaps and sent > 0:
                 later = _with_stage(self.share(sent * message), later, widths)
             begin, end = np.triu_indices(layers + 1, 1)
-            usable = (begin >= stage) & (end <= layers - (stages - 1 - stage))
-            usable &= ((begin == 0) | (stage > 0)) & ((end == layers) | (stage < stages - 1))
+            usable = (begin >= stage) & ((begin == 0) | (stage > 0)) & (later[0, end] < 1.0 / _LEAST)
             begin, end = begin[usable], end[usable]
             own = self.until[:, end] - self.until[:, begin]
             first = self.slowness[stage] * own + (0.0 if self.overlaps else sent) * message
             first_s = self.share(first)
             own_s = first_s if self.overlaps else np.maximum(first_s, self.share(first + received * message))
-            usable = (own_s <= most_share) & (later[0, end] < 1.0 / _LEAST)
+            usable = own_s <= most_share
             begin, end, own, own_s, first_s = begin[usable], end[usable], own[:, usable], own_s[usable], first_s[usable]
             paths = _with_stage(own_s, later[:, end], widths, own_s - first_s)
             hosts = np.maximum(paths, longest[:, end])

@@ -15,7 +15,7 @@ from kvrsim.compile import build_program
 from kvrsim.executors.batch import layer_matrix, run_batch, segment_of
 from kvrsim.executors.event import EventSimulation
 from kvrsim.hardware import load_cluster
-from kvrsim.program import AllGather, Compute, Op, Program, Recv, Send, host_s_of
+from kvrsim.program import AllGather, AllToAll, Compute, Op, Program, Recv, RingPass, Send, host_s_of
 from kvrsim.strategies import get_strategy
 from tests.building import examples
 from tests.building.programs import small_cluster
@@ -84,3 +84,26 @@ def test_a_message_may_be_received_in_a_later_layer() -> None:
     cluster = load_cluster(num_gpus=2).with_link(bandwidth_bytes_per_s=0.1, latency_s=1.0)
     finish_s = EventSimulation(program, cluster, record=False).finish_s
     assert run_batch(program, cluster)[:, 0].tolist() == list(finish_s) == [54.0, 94.0]
+
+
+EXCHANGES: dict[str, Op] = {
+    "all-gather": AllGather(nbytes=np.array([2.0])),
+    "ring": RingPass(name="work", device_s=np.ones((3, 1)), nbytes=np.full((2, 1), 2.0), host_s=(0.0,) * 3),
+    "all-to-all": AllToAll(nbytes=np.array([[2.0], [1.0]])),
+}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES.values(), ids=EXCHANGES)
+@pytest.mark.parametrize("senders", [(0,), (2, 0), (0, 1, 2)])
+def test_an_exchange_waits_for_earlier_messages_on_its_links(exchange: Op, senders: tuple[int, ...]) -> None:
+    """Each sender has a message of 10 seconds on the link to its next rank when the exchange begins."""
+    ops: list[list[Op]] = [[exchange], [exchange], [exchange]]
+    for rank in senders:
+        ops[rank].insert(0, Send(dst=(rank + 1) % 3, nbytes=np.array([10.0])))
+        ops[(rank + 1) % 3].append(Recv(src=rank))
+    layer = tuple(map(tuple, ops))
+    program = Program(strategy="test", prologue=((),) * 3, layers=(layer,), layer_kind_index=(0, 0), epilogue=((),) * 3)
+    cluster = load_cluster(num_gpus=3).with_link(bandwidth_bytes_per_s=1.0, latency_s=0.5)
+    finish_s = EventSimulation(program, cluster, record=False).finish_s
+    assert max(finish_s) > 20
+    assert run_batch(program, cluster)[:, 0].tolist() == pytest.approx(list(finish_s), rel=1e-12)
