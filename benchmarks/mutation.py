@@ -6,10 +6,11 @@ python benchmarks/mutation.py --report                                   write r
 A mutant is the code with one changed operator, constant, condition or call, or without one statement; assertions
 (also `strict` of zip), messages and imports stay unchanged. The tests of each mutant run in a fork, in which the
 mutant's definitions replace those of the module. The laws were written with the survivors of seeds 1, 2, 3,
-11, 12, 21, 22, 31, 41 and 77 in view; the sample of the page (seed 32) was drawn afterwards. Laws that it led to do not count
-in its figures. Results are kept in results/mutation.json. A mutant's name contains the code of the changed statement,
-so that a mutant is tried again if the statement changes. data/equivalent_mutants.json lists surviving mutants that no
-test can detect, with the reason: they change no time, no bound, no message and no number of operations, for any input.
+11, 12, 21, 22, 31, 41 and 77 in view; the sample of the page (seed 32) was drawn afterwards. Laws that it led to do
+not count in its figures. Results are kept in results/mutation.json. A mutant's name contains the code of the changed
+statement, so that a mutant is tried again if the statement changes. data/equivalent_mutants.json lists surviving
+mutants that no test can detect, with the reason: they change no time, no bound, no message and no number of operations,
+for any input.
 A budget, a tolerance, the size of a block and the case of two equal floats are not equivalent.
 """
 

@@ -1,4 +1,4 @@
-"""A proven lower bound on the TTFT of pipelines over the given GPUs: any layers on stages, pieces at multiples of a stride.
+"""A proven lower bound on the TTFT of pipelines: any layers on stages, any pieces that end at multiples of a stride.
 
 Proof. Stage s takes d(s, m) for piece m of M. It begins a piece after its previous piece, and after the previous stage
 has done the same piece. So TTFT is at least the sum of d along every path from (1, 1) to (S, M) that advances by one
