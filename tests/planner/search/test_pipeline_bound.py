@@ -247,7 +247,7 @@ def case_of(slow: Sequence[float] = (), slow_gpu: int | None = None, step_s: flo
         (0.18187, {"ctx": "8k", "gpus": 4, "link_bandwidth": 1e8, "slow_gpu": 2} | EAGER),
         (0.02483, {"ctx": "8k", "gpus": 4, "link_bandwidth": 1e7} | EAGER),
         (0.09353, {"ctx": "8k", "gpus": 2, "link_bandwidth": 1e8, "slow_gpu": 0} | EAGER),
-        (0.24978, {"ctx": "4k", "gpus": 3, "link_bandwidth": 3e8, "slow_gpu": 0} | EAGER),
+        (0.24987, {"ctx": "4k", "gpus": 3, "link_bandwidth": 3e8, "slow_gpu": 0} | EAGER),
         (0.02271, {"ctx": "8k", "gpus": 4} | H100 | {"model": "gemma-3-27b"}),
         (0.03513, {"ctx": "8k", "gpus": 4} | H100 | {"model": "deepseek-v3"}),
         (0.03624, {"ctx": "8k", "gpus": 6} | H100 | {"model": "qwen3-next-80b-a3b"}),
