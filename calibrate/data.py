@@ -254,9 +254,7 @@ class Measurement:
     repeats: Count | None = None  # timed runs without a pause; None: unknown
     median_s: Seconds  # seconds, median of the repeats
     mean_s: Seconds | None = None  # seconds, mean of the repeats, outliers clipped; None: not known
-    spread_s: NonNegative | None = (
-        None  # seconds, standard deviation or interquartile range of the repeats; None: not known
-    )
+    spread_s: NonNegative | None = None  # seconds, standard deviation or interquartile range; None: not known
     source: Line  # authors and tool of the measurement
 
     @property

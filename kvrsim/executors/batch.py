@@ -211,9 +211,9 @@ class _Evaluation:
 
     `clock`: device time of each rank, at the end the time at which it finishes, shape (num_ranks, B), or (num_ranks, B,
     samples). `unsteady`: partitions whose times are not valid, because most others reach steady state sooner.
-    `free_s`: time at which each link is free again; a key (rank, rank) stands for all messages of a rank that leave in
-    turn. Only links with messages that overlap with computation are in it: a rank that goes on after a rendezvous or a
-    collective has received all that was sent to it, so that its links are free when both ranks reach the next one.
+    `free_s`: time at which each link has carried its last message. The key (rank, rank) stands for the rank's messages
+    that leave in turn. Links without overlapping messages need no entry: after a rendezvous or a collective, a rank has
+    received everything that was sent to it, so its links are free.
     """
 
     def __init__(
@@ -624,7 +624,7 @@ def _later_of(rows: Array, others: Array, by: int, out: Array) -> Array:
 
 
 def _way(rank: int, step: Step) -> Edge | None:
-    """The link of a message that overlaps with computation, or the way of all messages of a rank that leave in turn."""
+    """The key of a message in `free_s`; None for other steps and for a rendezvous."""
     if not isinstance(step, Message) or step.rendezvous:
         return None
     return rank, rank if step.in_turn else step.dst
