@@ -15,4 +15,4 @@ def assert_recorded(path: Path, names: dict[str, list[str]]) -> None:
         lines = [f"  {json.dumps(group)}: {json.dumps(group_names)}" for group, group_names in names.items()]
         path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     recorded = json.loads(path.read_text(encoding="utf-8"))
-    assert names == recorded, f"public names changed; to record them: {RECORD}=1 make test (see CHANGELOG.md)"
+    assert names == recorded, f"public names changed; to record them: {RECORD}=1 make test"
