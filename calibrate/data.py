@@ -80,16 +80,7 @@ import numpy.typing as npt
 
 from kvrsim.choices import DTYPES, Topology
 from kvrsim.errors import InputError
-from kvrsim.hardware import (
-    Cluster,
-    GpuSpec,
-    LinkSpec,
-    builtin_clusters,
-    builtin_gpus,
-    load_cluster,
-    load_gpu,
-    load_link,
-)
+from kvrsim.hardware import Cluster, GpuSpec, LinkSpec, builtin_gpus, cluster_of, load_gpu, load_link
 from kvrsim.io.files import read_text, write_atomically
 from kvrsim.io.schema import Check, JsonObject, NonNegative, Range, parse_json, read
 from kvrsim.kernels.gemm import GEMM_TYPES
@@ -514,9 +505,3 @@ def link_of(gpu: GpuSpec, name: str | None, origins: Sequence[Mapping[str, Any]]
         accepted = "a built-in link or a JSON file that describes it; or measured ones: `links`"
         raise InputError("link", f"nothing for {gpu.name}", accepted)
     return cluster.link
-
-
-def cluster_of(gpu: str) -> Cluster | None:
-    """A built-in cluster of the GPU, if possible one with a switch, else one without a bus."""
-    clusters = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == gpu]
-    return min(clusters, key=lambda cluster: (cluster.topology != "switch", cluster.topology == "bus"), default=None)

@@ -403,7 +403,7 @@ class ScenarioArgs(Arguments):
     -------
     cluster : NAME|PATH
         GPUs and their links: a built-in name, a size such as 2x8xh100, or a file. Default: the cluster on which the
-        profile was measured, or a100-nvlink.
+        profile was measured, or the built-in one of its GPU; without --profile a100-nvlink.
     profile : NAME|PATH
         A calibration profile, or roofline. Default: the built-in one of the cluster's GPU; on A100, a100-eager
         for the models of the KV-Runahead paper.

@@ -16,6 +16,7 @@ from kvrsim.hardware import (
     GpuSpec,
     LinkSpec,
     builtin_clusters,
+    cluster_of,
     load_cluster,
     load_gpu,
     load_link,
@@ -44,12 +45,13 @@ def build_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
     own = args.cluster if isinstance(args.cluster, Cluster) or args.cluster is None else load_cluster(args.cluster)
     profile = None if args.profile in (None, ROOFLINE) else args.profile
     profile = load_profile(profile) if isinstance(profile, str) else profile
-    cluster = own or (profile and profile.cluster) or load_cluster(DEFAULT_CLUSTER)
+    cluster = own or _default_cluster(profile)
     default_notes = _name_notes(args)
     if args.profile is None:
         profile, profile_notes = _default_profile(spec, cluster.gpu)
         default_notes += profile_notes
-    if own is None and not any(one.code == "paper" for one in default_notes) and cluster.name == DEFAULT_CLUSTER:
+    is_measured = profile is not None and profile.cluster is not None
+    if own is None and not is_measured and not any(one.code == "paper" for one in default_notes):
         default_notes += (note("default cluster", cluster=cluster.name),)
     cluster = cluster if args.topology is None else replace(cluster, topology=args.topology)
     size_notes = () if args.gpus is None else _size_notes(cluster, args.gpus, named=own is not None)
@@ -120,6 +122,13 @@ def build_scenarios(args: ScenariosArgs) -> tuple[Scenario, tuple[str, ...], tup
         counts = counts_up_to(build_scenario(ScenarioArgs(**values))[0].num_gpus)
     scenario, notes = build_scenario(ScenarioArgs(**values | {"gpus": counts[-1]}))
     return scenario, notes, args.ctx, counts
+
+
+def _default_cluster(profile: CalibrationProfile | None) -> Cluster:
+    """The cluster on which the profile was measured, else the built-in one of its GPU, else DEFAULT_CLUSTER."""
+    if profile is None:
+        return load_cluster(DEFAULT_CLUSTER)
+    return profile.cluster or cluster_of(profile.gpu) or load_cluster(DEFAULT_CLUSTER)
 
 
 def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:

@@ -364,6 +364,12 @@ def load_cluster(
     return cluster if num_gpus is None else replace(cluster, num_gpus=num_gpus)
 
 
+def cluster_of(gpu: str) -> Cluster | None:
+    """A built-in cluster of the GPU, if possible one with a switch, else one without a bus."""
+    clusters = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == gpu]
+    return min(clusters, key=lambda cluster: (cluster.topology != "switch", cluster.topology == "bus"), default=None)
+
+
 def _cluster_of_size(text: str, argument: str, names: tuple[str, ...]) -> Cluster | None:
     """Return the cluster of a size such as "h100", "8xh100" or "2x8xh100" (two nodes of eight), else None.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from calibrate.data import cluster_of, name_parts
+from calibrate.data import name_parts
 from calibrate.prefills.rows import PrefillRow
 from calibrate.prefills.solve import Array, Prior, Solution, solve
 from kvrsim.arguments import OnProgress
@@ -20,7 +20,7 @@ from kvrsim.compile import for_strategy
 from kvrsim.engine import DEVIATES_OF_80_PERCENT, PRIOR_ENGINE, TERMS, Engine, EngineFit, HostRates, load_engine
 from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
-from kvrsim.hardware import Cluster, builtin_gpus, load_cluster
+from kvrsim.hardware import Cluster, builtin_gpus, cluster_of, load_cluster
 from kvrsim.io.schema import fields_to_json, to_frame, to_json
 from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.scenario import Partition, Scenario

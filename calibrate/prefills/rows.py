@@ -26,7 +26,7 @@ from calibrate.data import CsvTable, parse_cells
 from kvrsim.choices import DTYPES
 from kvrsim.closed_loop import OUTPUT_TOKENS, ClosedLoop
 from kvrsim.errors import InputError
-from kvrsim.io.files import read_text
+from kvrsim.io.files import open_regular, read_text
 from kvrsim.io.schema import JsonObject, NonNegative, parse_json
 from kvrsim.model.load import known_shape
 from kvrsim.strategies import get_strategy
@@ -337,9 +337,9 @@ def read_prefills(
 def _is_json(path: str | Path) -> bool:
     """Whether a file begins like JSON; False for an unreadable file, which the reader of CSV files reports."""
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(path, "prefills", what="a file") as file:
             return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(_JSON_STARTS)
-    except (OSError, ValueError):
+    except (InputError, OSError):
         return False
 
 

@@ -9,25 +9,45 @@ import contextlib
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from kvrsim.errors import InputError
 
 _NAME_CHARS = 40  # characters of the file's name that the temporary name repeats; long names may be refused
 
 
+def open_regular(path: str | Path, argument: str, *, what: str) -> BinaryIO:
+    """Open a regular file to read its bytes.
+
+    A pipe or a device is refused without waiting for a writer. what: the file, for messages, such as "a CSV file".
+    Raises InputError naming `argument`.
+    """
+    name = " ".join(str(path).split())
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a path"
+        raise InputError(argument, name, f"{what} that can be read ({reason})") from None
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return os.fdopen(handle, "rb")
+    os.close(handle)
+    kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+    raise InputError(argument, name, f"{what}: a regular file, not {kind}")
+
+
 def read_text(path: str | Path, argument: str, *, what: str, most_bytes: int) -> str:
     """Read the text of a file in UTF-8, without a byte order mark.
 
     what: the file, for messages, such as "a CSV file". Raises InputError naming `argument` where the file cannot be
-    read, has more than `most_bytes`, or is not text.
+    read, is not a regular file, has more than `most_bytes`, or is not text.
     """
     name = " ".join(str(path).split())
     try:
-        with Path(path).open("rb") as file:
+        with open_regular(path, argument, what=what) as file:
             content = file.read(most_bytes + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a path"
-        raise InputError(argument, name, f"{what} that can be read ({reason})") from None
+    except OSError as error:
+        raise InputError(argument, name, f"{what} that can be read ({error.strerror})") from None
     if len(content) > most_bytes:
         raise InputError(argument, name, f"{what} of at most {most_bytes // 2**20} MiB")
     try:

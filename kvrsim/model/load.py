@@ -104,11 +104,22 @@ def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
     config = _read_config(path, argument)
     frozen = path.with_name(_FROZEN)
     if frozen.is_file() and path.parent.parent == own_folder():
-        content = parse_json(frozen.read_bytes())
-        if content["fields"] == config.fields:
-            model: ModelSpec = thaw(content["model"], {})
-            return replace(model, name=name, layers=tuple(model.layers[kind] for kind in content["index"]))
+        content = JsonObject.read(frozen, argument)
+        if content.fields.get("fields") == config.fields:
+            return _thaw(content, name)
     return read_config(config, name)
+
+
+def _thaw(content: JsonObject, name: str) -> ModelSpec:
+    """The model of a file that `add_model` wrote. Raises InputError if it has been changed to something else."""
+    try:
+        model: ModelSpec = thaw(content.fields["model"], {})
+        layers = tuple(model.layers[kind] for kind in content.fields["index"])
+        return replace(model, name=name, layers=layers)
+    except (KeyError, ValueError, TypeError, IndexError, NameError, AttributeError, InputError) as error:
+        reason = " ".join(str(error).split())
+        accepted = f"a file as kvrsim models add writes it, which adds the model again ({reason})"
+        raise InputError(content.where, "other content", accepted) from None
 
 
 def _name_of(path: Path) -> str:

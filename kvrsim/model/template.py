@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject, parse_json
 from kvrsim.model.gemm import Gemm, Quantization, WeightFormat
 from kvrsim.model.mixers import Attention, CompressedAttention, Indexer, LatentAttention, Recurrence
@@ -33,7 +34,7 @@ _VALUES = (
 )
 _CLASSES: dict[str, Any] = {one.__name__: one for one in _VALUES}
 _ARITHMETIC = (
-    *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.Name, ast.Load, ast.Constant),
+    *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.Name, ast.Load),
     *(ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.USub),
 )
 
@@ -64,13 +65,21 @@ def thaw(data: Any, numbers: Mapping[str, int]) -> Any:
 
 
 def evaluate(expression: str, numbers: Mapping[str, int]) -> int:
+    """Compute a whole number. Raises InputError for an expression with anything but names, numbers and arithmetic."""
     return int(eval(_code(expression), {"__builtins__": {}}, dict(numbers)))
 
 
 @cache
 def _code(expression: str) -> Any:
-    tree = ast.parse(expression, mode="eval")
-    assert all(isinstance(node, _ARITHMETIC) for node in ast.walk(tree)), expression
+    accepted = "names, whole numbers, +, -, *, // and brackets"
+    try:
+        tree = ast.parse(expression, mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise InputError("expression of a model", expression, accepted) from None
+    for node in ast.walk(tree):
+        is_number = isinstance(node, ast.Constant) and type(node.value) is int
+        if not is_number and not isinstance(node, _ARITHMETIC):
+            raise InputError("expression of a model", expression, accepted)
     return compile(tree, "<template>", "eval")
 
 

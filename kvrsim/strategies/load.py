@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from kvrsim.errors import InputError
+from kvrsim.io.files import open_regular
 from kvrsim.strategies.base import Strategy
 
 _FILE = re.compile(r"(.+\.py)(?::(.*))?", re.S)
@@ -28,7 +29,8 @@ def from_file(text: str, parameter: str) -> Strategy:
     path = Path(matched[1]).expanduser()
     try:
         status = path.stat()
-        code = path.read_bytes()
+        with open_regular(path, parameter, what="FILE.py:NAME") as file:
+            code = file.read()
     except OSError as error:
         raise InputError(parameter, text, f"FILE.py:NAME with a file to read ({error.strerror})") from None
     module = _modules.get(key := (path.resolve(), status.st_mtime_ns, status.st_size))

@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from kvrsim.errors import InputError
 from kvrsim.interp import percentile_of
+from kvrsim.io.files import open_regular
 from kvrsim.io.schema import parse_json
 from kvrsim.program import Array
 from kvrsim.units import MAX_TOKENS, parse_count, parse_number, parse_seconds, parse_share, parse_tokens
@@ -339,7 +340,8 @@ def read_trace(path: str, argument: str = "requests", names: Mapping[str, str] |
     """
     source = f"{argument} {' '.join(path.split())}"
     try:
-        with open(path, encoding="utf-8-sig", newline=None) as file:
+        content = open_regular(path, argument, what="a trace")
+        with io.TextIOWrapper(content, encoding="utf-8-sig", newline=None) as file:
             return _read_lines(file, Path(path).name, source, names or {})
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text, or not a path"

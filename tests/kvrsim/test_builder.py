@@ -9,6 +9,7 @@ import pytest
 import kvrsim
 from kvrsim.builder import PAPER_MODELS
 from kvrsim.cli import main as cli
+from kvrsim.kernels.profile import builtin_profiles, load_profile
 from kvrsim.model.load import builtin_models, load_model
 from kvrsim.notes import with_code
 
@@ -28,6 +29,14 @@ def test_only_the_papers_models_on_its_gpu_have_its_kernels(model: str, cluster:
     (text,) = with_code(notes, "paper", "default profile")
     assert paper or "--profile a100-eager" in text
     assert bool(with_code(notes, "default cluster")) == (cluster is None and not paper)
+
+
+@pytest.mark.parametrize("profile", [name for name in builtin_profiles() if load_profile(name).cluster is None])
+def test_a_cluster_that_is_not_named_has_the_profiles_gpu(profile: str) -> None:
+    without_cluster, notes = scenario("llama-3.1-8b", profile=profile)
+    assert without_cluster.cluster.gpu.name == load_profile(profile).gpu
+    assert not with_code(notes, "GPU")
+    assert without_cluster.cluster.name in with_code(notes, "default cluster")[0]
 
 
 @pytest.mark.parametrize(

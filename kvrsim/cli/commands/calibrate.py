@@ -304,7 +304,8 @@ def calibrate_all(
 
 def _datasheet_link(compute: str) -> str | None:
     """Return a link that the device is likely to have; None if a built-in cluster has the device."""
-    from calibrate.data import cluster_of, read_origins
+    from calibrate.data import read_origins
+    from kvrsim.hardware import cluster_of
 
     gpu = next((origin["gpu"]["name"] for origin in read_origins([compute], "compute")), "")
     return None if cluster_of(gpu) is not None else _USUAL_LINK

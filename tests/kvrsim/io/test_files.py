@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
-from kvrsim.io.files import check_writable, write_atomically
+from kvrsim.io.files import check_writable, read_text, write_atomically
+from tests.building.commands import Capture, refusal
 
 
 def mode_of(path: Path) -> int:
@@ -72,6 +73,38 @@ def test_what_is_no_file_is_refused_before_the_work_and_at_its_end(tmp_path: Pat
         with pytest.raises(InputError, match="output"):
             wrote(path)
     assert sorted(os.listdir(tmp_path)) == ["fifo", "folder", "loop", "nowhere", "to fifo"]
+
+
+def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
+    for path in unusable(tmp_path):
+        with pytest.raises(InputError, match="model"):
+            read_text(path, "model", what="a JSON file", most_bytes=100)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "--ctx", "1k", "--model", "FIFO"),
+        ("plan", "--ctx", "1k", "--cluster", "FIFO"),
+        ("plan", "--ctx", "1k", "--engine", "FIFO"),
+        ("plan", "--ctx", "1k", "--profile", "FIFO"),
+        ("plan", "--ctx", "1k", "--strategies", "kvr-p", "--table", "FIFO"),
+        ("plan", "--ctx", "1k", "--strategies", "FIFO.py:MINE"),
+        ("models", "show", "FIFO"),
+        ("compare", "FIFO", "FIFO"),
+        ("table", "lookup", "FIFO", "--gpus", "4", "--ctx", "1k"),
+        ("predictor", "lookup", "FIFO", "--ctx", "1k"),
+        ("calibrate", "prefills", "FIFO", "--profile", "h100-flash", "--check"),
+        ("calibrate", "import", "FIFO", "-o", "OUT"),
+        ("capacity", "llama-3.1-8b", "8xh100", "--requests", "FIFO", "--slo-ttft", "1s"),
+    ],
+    ids=" ".join,
+)
+def test_no_command_waits_for_the_writer_of_a_pipe(tmp_path: Path, words: tuple[str, ...], capsys: Capture) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    os.mkfifo(tmp_path / "fifo.py")
+    paths = {"FIFO": tmp_path / "fifo", "FIFO.py:MINE": f"{tmp_path}/fifo.py:MINE", "OUT": tmp_path / "out.json"}
+    assert "a regular file, not a pipe" in refusal(capsys, *(paths.get(word, word) for word in words))
 
 
 @given(name=st.text(min_size=1, max_size=255))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
-from kvrsim.model.load import builtin_models, config_path, load_model, read_config
+from kvrsim.model.load import add_model, builtin_models, config_path, load_model, read_config
 from tests.kvrsim.model.model_configs import GQA, LLAMA, SMALL, load
 
 # Mistakes of users
@@ -228,3 +231,29 @@ def test_a_value_that_makes_no_sense(name: str, number: int, junk: Any, gone: bo
     assert 0 < model.active_parameters <= model.num_parameters
     assert model.weight_bytes(2) > 0
     assert model.cache_bytes(100, 2) >= 0
+
+
+# Models that the user has added
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["().__class__.__base__.__subclasses__()", "__import__('os').mkdir('made')", "[1 for x in (1,)]", "9**9**9", "1 +"],
+)
+def test_a_model_of_the_catalogue_runs_no_code(
+    tmp_path: Path, expression: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without assertions (python -O)."""
+    monkeypatch.setenv("KVRSIM_MODELS", str(tmp_path / "models"))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    _, folder = add_model(str(tmp_path / "config.json"), "ours")
+    path = folder / "model.json"
+    content = json.loads(path.read_text())
+    content["model"]["ModelSpec"]["hidden_size"] = f"={expression}"
+    path.write_text(json.dumps(content))
+    command = [sys.executable, "-O", "-m", "kvrsim", "models", "show", "ours"]
+    shown = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert shown.returncode == 2, shown.stderr
+    assert "model.json" in shown.stderr
+    assert shown.stderr.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "models"]
