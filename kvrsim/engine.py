@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
 
+from kvrsim.choices import DeployEngine
 from kvrsim.errors import InputError
 from kvrsim.io.schema import Keys, NonNegative, RelativeError, Whole, named_object, read, shipped_files, write_json
 from kvrsim.units import scale
@@ -78,6 +79,7 @@ class Engine:
     gpus: tuple[str, ...] = ()
     versions: Mapping[str, float] = field(default_factory=dict)
     is_other_version: bool = False  # whether the version was not measured itself
+    launched_as: DeployEngine | None = None  # the engine of --emit that launches this software; None: none does
     transfer_s: NonNegative = 0.0  # additional time of TTFT if another server decodes (disaggregated serving)
     decode_step: bool = False  # whether TTFT includes one decode step, in which the prompt's last token is computed
     spread: Annotated[Mapping[str, RelativeError], Keys(TERMS)] = field(default_factory=dict)

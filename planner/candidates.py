@@ -21,6 +21,7 @@ from kvrsim.executors.run import Runner, run_partition
 from kvrsim.memory import RankMemory, fits, memory_of
 from kvrsim.notes import note
 from kvrsim.program import Program, computes_s, waited_s
+from kvrsim.results.results import NotTried
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, chain_like, get_strategy, hybrid_names, label_of, sizes_names
 from kvrsim.strategies.layers import supported_prefix_access
@@ -345,6 +346,7 @@ class ComparedStrategies(NamedTuple):
     limited: bool = False  # whether the search budget limits the comparison
     notes: tuple[str, ...] = ()  # notes on strategies that the machine or the model does not allow
     not_compared: tuple[str, ...] = ()  # names: those that cannot fit in memory, least excess first; then long rings
+    not_tried: tuple[NotTried, ...] = ()  # strategies that could fit and are not compared
 
 
 def strategies_to_compare(
@@ -383,8 +385,13 @@ def strategies_to_compare(
     left_out = misfits if len(misfits) < len(least) else misfits[1:]  # if none fits, compare the smallest
     compared = [one for one in allowed if one.name in least and one.name not in left_out]
     own = [one for one in names or () if one != "all"]
+    not_tried = (NotTried(strategies=tuple(rings), why="they take long to simulate"),) if rings else ()
     return ComparedStrategies(
-        strategies=distinct((*compared, *own)), limited=names is None, notes=notes, not_compared=(*left_out, *rings)
+        strategies=distinct((*compared, *own)),
+        limited=names is None,
+        notes=notes,
+        not_compared=(*left_out, *rings),
+        not_tried=not_tried,
     )
 
 

@@ -83,6 +83,19 @@ def deploy_engine(name: str, parameter: str = "emit") -> DeployEngine:
     return DeployEngine(name=name, **content)
 
 
+def launching_engine(scenario: Scenario, asked: str | None = None, parameter: str = "emit") -> str | None:
+    """The engine that launches the answer: the one that is asked for, else the one whose times the scenario has.
+
+    None: no engine is asked for, and the scenario's software is none that is launched here. Raises InputError naming
+    the parameter if another engine is asked for than the one whose times the scenario has.
+    """
+    record = scenario.engine
+    timed = None if record is None else record.launched_as
+    if record is not None and None not in (asked, timed) and asked != timed:
+        raise InputError(parameter, asked, f"{timed}, whose times --engine {record.name} gives")
+    return asked or timed
+
+
 def engines_with(strategy: Strategy, scenario: Scenario) -> dict[str, str]:
     """The engines that have a strategy on the scenario's GPUs, each with the version that was examined."""
     engines = (deploy_engine(name) for name in DEPLOY_ENGINES)

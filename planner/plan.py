@@ -37,7 +37,7 @@ from planner.candidates import (
     strategies_to_compare,
     ttft_of,
 )
-from planner.deploy_engines import engines_with, layout_on_gpus
+from planner.deploy_engines import engines_with, launching_engine, layout_on_gpus
 from planner.promise import promise_of
 from planner.search.bound import lower_bound_s
 from planner.search.search import search
@@ -76,7 +76,7 @@ def make_plan(
     seed: recorded in the question; a disturbance has its own seed.
     target: load and target TTFT of the promise; None: idle GPUs, no target.
     """
-    search = search or Search()
+    search = _for_engine(search or Search(), scenario)
     compared = strategies_to_compare(scenario, strategies, noisy=disturbance is not None, engine=search.engine)
     if disturbance is not None:
         scenario = disturbance.with_fixed_part(scenario)
@@ -91,6 +91,8 @@ def make_plan(
         strategies=tuple(results),
         yardstick=ranking.baseline.strategy.name if ranking.baseline else None,
         not_compared=compared.not_compared,
+        not_tried=compared.not_tried,
+        engine=None if search.engine is None else search.engine.name,
         search=ranking.search_report(),
         rests_on=provenance(scenario),
         warnings=(*warnings, *compared.notes, *ranking.notes(search), *untimed),
@@ -102,6 +104,19 @@ def make_plan(
         promise=promise_of(first.ttft_high_s, target or TargetArgs()) if first.fits else None,
         limits=ranking.best.limits,
     )
+
+
+def _for_engine(search: Search, scenario: Scenario) -> Search:
+    """The search for the engine that launches the plan: the one that is asked for, or the one of the question.
+
+    Raises InputError if they differ.
+    """
+    asked = search.engine
+    if asked is not None:
+        launching_engine(scenario, asked.name, "only_deployable" if asked.only else "emit")
+        return search
+    name = launching_engine(scenario)
+    return search if name is None else replace(search, engine=ForEngine(name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,8 +176,14 @@ class Ranking:
 
     @cached_property
     def baseline(self) -> Candidate | None:
-        """Baseline of speed-ups: the first of _BASELINES that fits, else the fastest candidate that fits."""
+        """Baseline of speed-ups: the first of _BASELINES that fits, else the fastest candidate that fits.
+
+        With a serving engine, only strategies that engines have are considered, if one of them fits.
+        """
         feasible = {one.strategy.name: one for one in self.candidates if one.fits}
+        if self.scenario.engine is not None:
+            launched = {name: one for name, one in feasible.items() if engines_with(one.strategy, self.scenario)}
+            feasible = launched or feasible
         for name in _BASELINES:
             if name in feasible:
                 return feasible[name]

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from kvrsim.choices import PrefixAccess
+from kvrsim.choices import DEPLOY_ENGINES, PrefixAccess
 from kvrsim.errors import NothingFits
 from kvrsim.hardware import MemoryLimit
 from kvrsim.io.schema import fields_to_json, to_frame
@@ -280,6 +280,11 @@ class StrategyResult(StrategyPrediction, OnFirstUse):
         fits = "fits" if self.fits else "does not fit"
         return f"<StrategyResult: {self.strategy}, {self.ttft_s:.4g} s, {fits}>"
 
+    def headline(self) -> dict[str, Any]:
+        """The fields of a plan's `best`, as plain JSON values."""
+        content = fields_to_json(self, "strategy", "partition", "ttft_s", "ttft_low_s", "ttft_high_s", "fits")
+        return content | stages_to_json(self.partition, self.layers) | self.users_to_dict()
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         times = ("ttft_s", "ttft_low_s", "ttft_high_s", "speedup_over_tsp", "speedup", "exposed_comm_s", "wait_s")
@@ -361,6 +366,22 @@ class Promise:
     most_rate_per_s: float | None  # largest rate of prompts at which the target is met
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NotTried:
+    """Strategies that could fit and that a plan does not compare."""
+
+    strategies: tuple[str, ...]
+    why: str  # the reason, in words
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advice:
+    """A change of the question that was simulated and is faster."""
+
+    change: str  # the options to add to the question
+    ttft_s: float  # TTFT of the best plan that was simulated under the change
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Plan(Answer, OnFirstUse):
     """The answer to `kvrsim plan`."""
@@ -371,6 +392,9 @@ class Plan(Answer, OnFirstUse):
     strategies: tuple[StrategyResult, ...]
     yardstick: str | None  # baseline of speed-ups: the first of TSP, TP, KVR-E, one GPU and the best that fits
     not_compared: tuple[str, ...]  # strategies that cannot fit, and by default those that take long to simulate
+    not_tried: tuple[NotTried, ...] = ()  # strategies that could fit and are not compared
+    engine: str | None = None  # the engine that launches the plan; None: none is asked for
+    advice: tuple[Advice, ...] = ()  # simulated changes of the question that are faster, the fastest first
     bounds: Bounds
     search: SearchReport
     rests_on: str  # basis of the prediction: the profile's measurements and errors
@@ -413,20 +437,31 @@ class Plan(Answer, OnFirstUse):
 
     @property
     def best(self) -> StrategyResult:
-        """The fastest exact strategy that fits; among ties within 2 %, the easiest to deploy.
+        """The fastest strategy that fits and that the plan's engine launches; among ties within 2 %, the easiest.
 
-        Raises NothingFits, with the shortfall, where none fits.
+        Without an engine, or if the engine launches none that fits: of all that fit. Raises NothingFits, with the
+        shortfall, where none fits.
         """
         if self.shortfall is not None:
             raise NothingFits(self.misfit, self.shortfall)
         return self.first
 
-    def best_on(self, engine: str) -> StrategyResult | None:
-        """The fastest strategy that fits and that an engine has; within 2 %, the easiest to deploy.
+    @property
+    def fastest(self) -> StrategyResult | None:
+        """The fastest strategy that fits, whether or not an engine launches it; None: none fits."""
+        return next((one for one in self.strategies if one.fits), None)
 
-        None: the engine has no strategy that fits.
+    @property
+    def deployable(self) -> StrategyResult | None:
+        """The fastest strategy that the plan's engine launches, or without an engine any; None: none fits."""
+        return self.best_on(*(DEPLOY_ENGINES if self.engine is None else [self.engine]))
+
+    def best_on(self, *engines: str) -> StrategyResult | None:
+        """The fastest strategy that fits and that one of these engines has; within 2 %, the easiest to deploy.
+
+        None: they have no strategy that fits.
         """
-        has = [one for one in self.strategies if one.fits and engine in one.engines]
+        has = [one for one in self.strategies if one.fits and not one.engines.keys().isdisjoint(engines)]
         near = [one for one in has if one.ttft_s <= NEAR * has[0].ttft_s]
         return min(near, key=lambda one: one.layout.effort, default=None)
 
@@ -447,14 +482,17 @@ class Plan(Answer, OnFirstUse):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        first = self.first.to_dict()
-        names = ("strategy", "partition", "ttft_s", "ttft_low_s", "ttft_high_s", "fits")
         content = self.question.header() | fields_to_json(self, "model", "profile", "cluster", "attention", "num_gpus")
         content |= self.memory_limit.to_dict() | {"context_len": self.context_len}
-        about = {key: first[key] for key in names} | {"ties": list(self.ties)} | self.first.users_to_dict()
+        about = self.first.headline() | {"ties": list(self.ties)}
         content |= {"best": about if self.feasible else None, "nearest": None if self.feasible else about}
-        content |= fields_to_json(self, "yardstick", "not_compared", "strategies", "bounds", "search", "rests_on")
-        content |= fields_to_json(self, "interval_coverage", "promise", "limits", "shortfall")
+        fastest, deployable = self.fastest, self.deployable
+        content["fastest"] = None if fastest is None else fastest.headline()
+        content["deployable"] = None
+        if deployable is not None:
+            content["deployable"] = deployable.headline() | {"engines": list(deployable.engines)}
+        content |= fields_to_json(self, "yardstick", "not_compared", "not_tried", "strategies", "bounds", "search")
+        content |= fields_to_json(self, "rests_on", "interval_coverage", "promise", "limits", "advice", "shortfall")
         content["warnings"] = list(self.warnings)
         content |= {} if self.users is None else {"users": fields_to_json(self.users)}
         return content | ({} if self.noise is None else {"noise": self.noise.to_dict()})

@@ -245,3 +245,43 @@ def test_emit_refuses_a_context_without_positions_before_the_search(
     monkeypatch.setattr("planner.plan.search_all", None)
     line = refusal(capsys, "plan", "llama-3.1-70b", "8xh100", "--ctx", "1M", "--emit", "sglang")
     assert "--ctx: got '1048576', accepted: at most 131072 tokens" in line
+
+
+FOR_ENGINES = ("plan", "llama-3.1-8b", "8xh100", "--ctx", "16k")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang@0.5.9", "trtllm"])
+def test_with_an_engine_the_best_is_what_this_engine_launches(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = engine.partition("@")[0]
+    plan = answer(capsys, *FOR_ENGINES, "--engine", engine)
+    fitting = [one for one in plan["strategies"] if one["fits"]]
+    launched = [one for one in fitting if name in one["engines"]]
+    assert plan["best"]["strategy"] in {one["strategy"] for one in launched}
+    assert plan["best"]["ttft_s"] <= 1.02 * min(one["ttft_s"] for one in launched)
+    assert plan["fastest"]["ttft_s"] == min(one["ttft_s"] for one in fitting)
+    assert plan["deployable"]["strategy"] == plan["best"]["strategy"]
+    launch = answer(capsys, *FOR_ENGINES, "--engine", engine, "--emit", name)
+    assert (launch["engine"], launch["strategy"]) == (name, plan["best"]["strategy"])
+
+
+def test_without_an_engine_the_best_is_the_fastest_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = answer(capsys, "plan", "--gpus", "4", "--ctx", "4k")
+    fitting = [one for one in plan["strategies"] if one["fits"]]
+    assert plan["best"]["ttft_s"] <= 1.02 * min(one["ttft_s"] for one in fitting)
+    launched = {one["strategy"]: one for one in fitting if one["engines"]}
+    assert plan["deployable"]["engines"] == list(launched[plan["deployable"]["strategy"]]["engines"])
+    assert plan["deployable"]["ttft_s"] <= 1.02 * min(one["ttft_s"] for one in launched.values())
+    alone = answer(capsys, "plan", "--gpus", "4", "--ctx", "4k", "--strategies", "kvr-s,tsp")
+    assert alone["deployable"] is None
+
+
+def test_a_launch_on_another_engine_than_the_one_of_the_times_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--emit", "--only-deployable"):
+        line = refusal(capsys, *FOR_ENGINES, "--engine", "sglang@0.5.9", option, "vllm")
+        assert f"{option}: got 'vllm', accepted: sglang, whose times --engine sglang@0.5.9 gives" in line
+
+
+def test_speed_ups_with_an_engine_are_over_something_that_engines_have() -> None:
+    plan = kvrsim.plan(model="llama-3.1-8b", cluster="4xh100", ctx="4k", strategies=["tsp", "tp", "kvr-s"])
+    assert plan.yardstick == "tp"
+    assert kvrsim.plan(model="llama-3.1-8b", cluster="4xh100", ctx="4k", strategies=["tsp", "kvr-s"]).yardstick == "tsp"
