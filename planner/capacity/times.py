@@ -147,15 +147,16 @@ class TimeGrid:
     ttft_s: Array
     finish: Array  # finish time of each rank over TTFT
     slack_s: Array  # seconds by which each rank could begin later without delaying any rank
-    most_new_tokens: int  # the most new tokens that fit in memory; 0: none
+    most_new_tokens: int  # the most new tokens that fit in memory, up to the longest context; 0: none
 
     @classmethod
-    def fastest(cls, grids: Sequence[TimeGrid], lengths: Lengths) -> TimeGrid:
-        """The fastest of the grids at each length; all have the same placement of weights.
+    def fastest(cls, grids: Sequence[TimeGrid], lengths: Lengths, num_ranks: int) -> TimeGrid:
+        """The fastest of the grids at each length; all have the same placement of weights and 1 or `num_ranks` ranks.
 
         Prompts that are too long for all strategies have the times of the strategies with the longest prompts that fit.
+        Without grids, no prompt fits.
         """
-        shape = (len(lengths), max((grid.finish.shape[1] for grid in grids), default=1))
+        shape = (len(lengths), num_ranks)
         ttft_s, strategy = np.full(len(lengths), np.inf), np.full(len(lengths), "none", dtype=object)
         finish, slack_s = np.ones(shape), np.zeros(shape)
         most = max((grid.most_new_tokens for grid in grids), default=0)
@@ -197,9 +198,13 @@ class Prefills:
         one_kind_s = 0.08 + 0.016 * self.num_ranks if self.searches else 0.009 + 0.002 * self.num_ranks
         return len(set(layers)) * one_kind_s
 
-    def times(self, cached_prefix: int, lengths: Lengths) -> TimeGrid | None:
-        """Prefill times at all lengths after one cached prefix; None if no token fits in memory."""
-        if not self._fits(cached_prefix, Partition.even(self.num_ranks, self.num_ranks)):
+    def times(self, cached_prefix: int, lengths: Lengths, shorter_prefix: int, longest: int) -> TimeGrid | None:
+        """Prefill times at all lengths after one cached prefix; None if no token fits in memory after a shorter one.
+
+        Times after the shortest prefix that does not fit are needed to interpolate between it and the shorter one.
+        longest: tokens of the longest context.
+        """
+        if not self._fits(shorter_prefix, Partition.even(self.num_ranks, self.num_ranks)):
             return None
         padded = np.maximum(lengths, self.num_ranks)  # each rank needs at least one token
         partition_at: Callable[[int], Partition]
@@ -225,7 +230,7 @@ class Prefills:
             ttft_s=ttft_s,
             finish=finish_s / ttft_s[:, None],
             slack_s=slack_s,
-            most_new_tokens=largest(is_within, int(lengths[-1])),
+            most_new_tokens=largest(is_within, longest),
         )
 
     def at(self, cached_prefix: int, new_tokens: int) -> Scenario:
@@ -374,7 +379,7 @@ class ServiceTimes:
     def __init__(self, scenario: Scenario, longest_new: int, longest_prefix: int, policy: StrategyPolicy) -> None:
         self.scenario, self.policy = scenario, policy
         self.longest_new, self.longest = longest_new, longest_new + longest_prefix
-        self.lengths = simulated_lengths(1, max(2, longest_new))
+        self.lengths = simulated_lengths(1, _power_above(longest_new))
         self.prefixes = _simulated_prefixes(longest_prefix)
         self._grids: dict[GroupType, tuple[TimeGrid, ...]] = {}
         self._of_strategies: dict[tuple[int, str, int], TimeGrid | None] = {}  # key: GPUs, name and cached prefix
@@ -413,14 +418,14 @@ class ServiceTimes:
         searches: expected number of searches of fleets that follow.
         """
         calls = {
-            (size, strategy.name, prefix): (Prefills(self.scenario.on_gpus(size), strategy), prefix, self.lengths)
+            (size, strategy.name, prefix): self._call(size, strategy, prefix)
             for size in sizes
             for strategies in self.layouts(size).values()
             for strategy in strategies
             for prefix in self.prefixes
             if (size, strategy.name, prefix) not in self._of_strategies
         }
-        about_s = [prefills.about_s(prefix) / work.pool.jobs for prefills, prefix, _ in calls.values()]
+        about_s = [prefills.about_s(prefix) / work.pool.jobs for prefills, prefix, *_ in calls.values()]
         work.begin(sum(about_s), searches)
         results = work.pool.run(Prefills.times, list(calls.values()), share=_TIMES_SHARE)
         for key, seconds, grid in zip(calls, about_s, results, strict=False):
@@ -433,16 +438,25 @@ class ServiceTimes:
         """Time grids of a type of group, one per cached prefix."""
         if group not in self._grids:
             strategies = self._strategies(group)
-            each = [[self._of_strategy(group.gpus, one, prefix) for one in strategies] for prefix in self.prefixes]
-            self._grids[group] = tuple(TimeGrid.fastest([one for one in row if one], self.lengths) for row in each)
+            fitting = [
+                [grid for strategy in strategies if (grid := self._of_strategy(group.gpus, strategy, prefix))]
+                for prefix in self.prefixes
+            ]
+            num_ranks = max((grid.finish.shape[1] for grids in fitting for grid in grids), default=1)
+            self._grids[group] = tuple(TimeGrid.fastest(grids, self.lengths, num_ranks) for grids in fitting)
         return self._grids[group]
 
     def _of_strategy(self, num_gpus: int, strategy: Strategy, prefix: int) -> TimeGrid | None:
         key = num_gpus, strategy.name, prefix
         if key not in self._of_strategies:
-            prefills = Prefills(self.scenario.on_gpus(num_gpus), strategy)
-            self._of_strategies[key] = prefills.times(prefix, self.lengths)
+            self._of_strategies[key] = Prefills.times(*self._call(num_gpus, strategy, prefix))
         return self._of_strategies[key]
+
+    def _call(self, num_gpus: int, strategy: Strategy, prefix: int) -> tuple[Prefills, int, Lengths, int, int]:
+        """Arguments of `Prefills.times` for one prefix of the grid."""
+        shorter_prefix = self.prefixes[max(0, self.prefixes.index(prefix) - 1)]
+        prefills = Prefills(self.scenario.on_gpus(num_gpus), strategy)
+        return prefills, prefix, self.lengths, shorter_prefix, max(self.longest, int(self.lengths[-1]))
 
     def _strategies(self, group: GroupType) -> Sequence[Strategy]:
         return self.layouts(group.gpus)[group.weights]
@@ -450,14 +464,27 @@ class ServiceTimes:
     def seconds(self, group: GroupType, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
         """TTFT of each prompt alone on a group, seconds; inf where the context does not fit in its memory."""
         low, weight = cell(cached_prefix, self.prefixes)
-        seconds, most = np.zeros((2, len(new_tokens)))
+        seconds = np.zeros(len(new_tokens))
         for index, grid in enumerate(self.grids(group)):
             share = np.where(low == index, 1 - weight, np.where(low == index - 1, weight, 0.0))
             here = share > 0
             if here.any():
                 seconds[here] += share[here] * log_interp(new_tokens[here], self.lengths, grid.ttft_s)
-                most[here] += share[here] * grid.most_new_tokens
-        return np.where(new_tokens <= most, seconds, np.inf)
+        room = np.interp(cached_prefix, self.prefixes, self._longest_contexts(group))
+        return np.where(new_tokens + cached_prefix <= room, seconds, np.inf)
+
+    def _longest_contexts(self, group: GroupType) -> list[int]:
+        """The longest context that fits in the memory of a group after each prefix of the grid, tokens.
+
+        After prefixes that do not fit, it is that after the longest prefix that fits.
+        """
+        contexts: list[int] = []
+        for prefix, grid in zip(self.prefixes, self.grids(group), strict=True):
+            if grid.most_new_tokens:
+                contexts.append(prefix + grid.most_new_tokens)
+            else:
+                contexts.append(contexts[-1] if contexts else 0)
+        return contexts
 
     def least_s(self, num_gpus: int, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
         """The least TTFT of each prompt alone on a group, over all placements of the weights."""
@@ -570,9 +597,13 @@ def simulated_lengths(least: int, most: int) -> Lengths:
 def _simulated_prefixes(longest: int) -> tuple[int, ...]:
     prefixes = [0]
     while prefixes[-1] < longest:
-        step = _FIRST_PREFIX if prefixes == [0] else prefixes[-1] * _PREFIX_STEP
-        prefixes.append(min(step, max(longest, 1)))
+        prefixes.append(_FIRST_PREFIX if prefixes == [0] else prefixes[-1] * _PREFIX_STEP)
     return tuple(prefixes)
+
+
+def _power_above(tokens: int) -> int:
+    """The least power of two that is at least `tokens` and 2; grids that end there depend less on the requests."""
+    return 1 << max(1, (tokens - 1).bit_length())
 
 
 def _hold_s(transfer: Transfer | None, workload: Workload, ttft_s: Array, gpus: Lengths) -> Array:

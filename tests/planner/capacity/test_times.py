@@ -144,7 +144,7 @@ def test_what_cannot_be_run_is_refused(names: tuple[str, ...]) -> None:
 def test_times_at_a_power_of_two_are_those_of_a_plan(name: str) -> None:
     strategy = get_strategy(name)
     knots = np.array([300, 512, 2048, 4096], dtype=np.int64)
-    times = Prefills(large(8), strategy).times(0, knots)
+    times = Prefills(large(8), strategy).times(0, knots, 0, 4096)
     assert times is not None
     for knot, ttft_s in zip(knots.tolist(), times.ttft_s.tolist(), strict=True):
         placed = for_strategy(large(8, knot), strategy)
@@ -158,7 +158,7 @@ def test_prompts_behind_each_other_in_a_pipeline_take_as_long_as_alone() -> None
     """Stages that start later, within their slack, end at the same time, so prompts can overlap."""
     strategy = get_strategy("pp")
     prefills = Prefills(large(4), strategy)
-    times = prefills.times(0, np.array([4096], dtype=np.int64))
+    times = prefills.times(0, np.array([4096], dtype=np.int64), 0, 4096)
     assert times is not None
     assert times.finish[0, 0] < 0.8
     pieces = prefills.pieces(np.array([4096]), 0)[0]
@@ -172,10 +172,32 @@ def test_prompts_behind_each_other_in_a_pipeline_take_as_long_as_alone() -> None
 
 
 def test_the_longest_prompt_that_fits_is_the_plans() -> None:
-    times = Prefills(large(2), strategy := get_strategy("tp")).times(0, np.array([1, 65536], dtype=np.int64))
+    times = Prefills(large(2), strategy := get_strategy("tp")).times(0, np.array([1, 65536], dtype=np.int64), 0, 65536)
     assert times is not None
     most = times.most_new_tokens
     assert 1 < most < 65536
     for tokens, fit in ((most, True), (most + 1, False)):
         placed = for_strategy(large(2, tokens), strategy)
         assert fits(placed, memory_of(placed, strategy, partition_of(placed, strategy))) is fit
+
+
+@pytest.mark.parametrize(("model", "gpus", "name"), [("llama-2-7b", 8, "tp8"), ("llama-3.1-70b", 8, "pp8")])
+def test_groups_whose_memory_ends_within_the_cached_prefixes(model: str, gpus: int, name: str) -> None:
+    """The longest prompt after a prefix between two simulated ones fits in memory; its time is near its simulation."""
+    options, _ = make_scenario(ctx=1024, gpus=8, model=model, cluster="a100-nvlink", profile="a100-flash")
+    times = ServiceTimes(options, 200_000, 3_000_000, StrategyPolicy())
+    group = GroupType(gpus, name)
+    prefills = Prefills(options, get_strategy(name.removesuffix("8")))
+    grids = times.grids(group)
+    assert grids[0].most_new_tokens
+    assert not grids[-1].most_new_tokens  # no prompt fits after the longest prefix
+    longest = max(times._longest_contexts(group))
+    assert len({grid.finish.shape for grid in grids}) == 1
+    prefix = np.array([longest // 2, longest - 9000, longest - 4100, longest - 3000, longest, 3_000_000])
+    seconds = times.seconds(group, np.full(6, 4096), prefix)
+    assert np.isfinite(seconds).tolist() == [True, True, True, False, False, False]
+    for index in range(3):
+        scenario = prefills.at(int(prefix[index]), 4096)
+        partition = partition_of(scenario, prefills.strategy)
+        assert fits(scenario, memory_of(scenario, prefills.strategy, partition))
+        assert seconds[index] == pytest.approx(run_partition(scenario, prefills.strategy, partition).ttft_s, rel=0.05)
