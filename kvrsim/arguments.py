@@ -521,6 +521,12 @@ class PrefillArgs(ScenarioArgs):
     strategy : NAME
         Strategy of rows without a strategy. Default: tp, or single on one GPU.
 
+    Measurement
+    -----------
+    columns : ROLE=COLUMN,...
+        Columns of a CSV file: ttft_s=latency,context_len=tokens; ttft_ms=COLUMN for milliseconds. Default: usual
+        names, such as ttft_ms and prompt_tokens.
+
     Machine
     -------
     profile : NAME|PATH
@@ -532,6 +538,7 @@ class PrefillArgs(ScenarioArgs):
     model: Any = entry()
     profile: Any = entry(named("kvrsim.kernels.profile:CalibrationProfile"), REQUIRED)
     strategy: Any = entry()
+    columns: Any = entry()
 
 
 TABLE = option(

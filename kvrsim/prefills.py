@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from kvrsim.kernels.profile import CalibrationProfile
 
 _FRAME = ("pandas:DataFrame", "pandas.core.frame:DataFrame")
-# Parameters that each row may set; other parameters hold for all rows.
-_OF_ROWS = ("ctx", "gpus", "model", "profile", "batch", "cached_prefix", "dtype", "strategy")
+# Parameters of the rows; other parameters are those of a scenario, and hold for all rows.
+_OF_ROWS = ("ctx", "gpus", "model", "profile", "batch", "cached_prefix", "dtype", "strategy", "columns")
 
 
 def _files(value: object, parameter: str) -> list[Any]:
@@ -37,8 +37,8 @@ def calibrate(
     Parameters
     ----------
     prefills : DataFrame, path or a list of them
-        A column `ttft_s` in seconds, and any of model, gpu, num_gpus, strategy, context_len, batch, cached_prefix and
-        dtype; or files as `kvrsim calibrate prefills` reads them.
+        A column `ttft_s` in seconds or `ttft_ms` in milliseconds, and any of model, gpu, num_gpus, strategy,
+        context_len, batch, cached_prefix and dtype; or files as `kvrsim calibrate prefills` reads them.
     name : str
         Name of the profile.
     on_progress : callable
@@ -76,6 +76,7 @@ def profile_of(args: PrefillArgs) -> CalibrationProfile:
 def cases_of(args: PrefillArgs, prefills: Sequence[Any], on_progress: OnProgress | None) -> PrefillCases:
     """Make cases from the measured prefills, ready to be predicted, with notes on them."""
     from calibrate.prefills.fit import make_cases
+    from calibrate.prefills.limits import check_times
     from calibrate.prefills.rows import read_prefills
     from kvrsim.strategies import get_strategy
     from planner.candidates import partition_of
@@ -85,10 +86,11 @@ def cases_of(args: PrefillArgs, prefills: Sequence[Any], on_progress: OnProgress
     common = {name: getattr(args, name) for name in ("model", "strategy", "batch", "cached_prefix", "dtype")}
     defaults = common | {"num_gpus": args.gpus or 1, "context_len": args.ctx}
     profile = profile_of(args)
-    rows = read_prefills(prefills, defaults)
+    rows = read_prefills(prefills, defaults, columns=args.columns)
     setting = {name: value for name, value in vars(args).items() if name not in _OF_ROWS}
     cases = make_cases(rows.rows, profile, partition_of, setting, on_progress)
-    return replace(cases, notes=(*rows.notes, *cases.notes))
+    checked, unit_notes = check_times(cases.cases)
+    return replace(cases, cases=checked, notes=(*rows.notes, *unit_notes, *cases.notes))
 
 
 def fit(

@@ -1,6 +1,7 @@
 """Measured prefills from files: CSV files, and outputs of engines' benchmarks, recognised by their content.
 
-A CSV file has the columns model, gpu, num_gpus, strategy, context_len, batch, cached_prefix, dtype and ttft_s. Only
+A CSV file has the columns model, gpu, num_gpus, strategy, context_len, batch, cached_prefix, dtype and ttft_s, or usual
+names of other tools for them, such as prompt_tokens and ttft_ms; a user may name them. Only
 ttft_s is required; the options of the command give the rest. With `concurrency` above 1, ttft_s is the mean TTFT of
 that number of users, each of whom waits for an answer before the next request; `tpot_s` and `output_tokens` describe
 their decoding, and kvrsim.closed_loop computes the seconds of one prefill. A benchmark's output has one JSON object, or
@@ -23,9 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calibrate.data import CsvTable, parse_cells
+from kvrsim.arguments import tokens_or_none
 from kvrsim.choices import DTYPES
 from kvrsim.closed_loop import OUTPUT_TOKENS, ClosedLoop
 from kvrsim.errors import InputError
+from kvrsim.io.columns import CACHED_TOKENS, PROMPT_TOKENS, Column, Usual, find_columns, parse_columns
+from kvrsim.io.columns import OUTPUT_TOKENS as OUTPUT_TOKEN_NAMES
 from kvrsim.io.files import open_regular, read_text
 from kvrsim.io.schema import JsonObject, NonNegative, parse_json
 from kvrsim.model.load import known_shape
@@ -38,7 +42,23 @@ if TYPE_CHECKING:
 
 COLUMNS = ("model", "gpu", "num_gpus", "strategy", "context_len", "batch", "cached_prefix", "dtype", "ttft_s")
 Defaults = Mapping[str, Any]  # value of a column for rows without one
-LOAD_COLUMNS = ("concurrency", "tpot_s", "output_tokens")  # columns for measurements with several users
+_PERCENTILES = ("median", "p50", "mean", "avg")
+_USUAL: Usual = {  # usual names of columns, by role; the last three are for measurements with several users
+    **{name: (name,) for name in COLUMNS},
+    "model": ("model", "model_id", "model_name"),
+    "gpu": ("gpu", "gpu_name", "gpu_type", "accelerator"),
+    "num_gpus": ("num_gpus", "gpus", "n_gpus", "gpu_count"),
+    "context_len": PROMPT_TOKENS,
+    "batch": ("batch", "batch_size"),
+    "cached_prefix": CACHED_TOKENS,
+    "ttft_s": (
+        *("ttft", "time_to_first_token", "first_token_latency", "first_token_time", "prefill_latency", "prefill_time"),
+        *("prefill", *(f"{share}_ttft" for share in _PERCENTILES), *(f"ttft_{share}" for share in _PERCENTILES)),
+    ),
+    "concurrency": ("concurrency", "max_concurrency", "users"),
+    "tpot_s": ("tpot", "time_per_output_token", *(f"{share}_tpot" for share in _PERCENTILES)),
+    "output_tokens": OUTPUT_TOKEN_NAMES,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +75,8 @@ class PrefillRow:
     batch: int | None = None  # sequences prefilled together
     cached_prefix: int | None = None  # number of cached tokens
     dtype: str | None = None  # dtype of weights, activations and KV cache; None: the profile's
+    # CSV column of ttft_s without a unit, whose values were taken as seconds; None: the unit is known.
+    unitless: str | None = None
     likely_model: str | None = None  # built-in model that the name in a benchmark's output probably means
 
     def fill(self, defaults: Defaults) -> PrefillRow:
@@ -304,12 +326,20 @@ class PrefillRows:
 
 
 def read_prefills(
-    sources: Sequence[str | Path | pandas.DataFrame], defaults: Defaults, argument: str = "prefills"
+    sources: Sequence[str | Path | pandas.DataFrame],
+    defaults: Defaults,
+    argument: str = "prefills",
+    *,
+    columns: str | None = None,
 ) -> PrefillRows:
     """Read CSV files, data frames and benchmark outputs, in their order; fill missing values with the defaults.
 
-    Raises InputError naming `argument`, the file, and the line, column or key.
+    columns: "ROLE=COLUMN,..." for CSV files and data frames, such as "ttft_s=latency". Raises InputError naming
+    `argument`, the file, and the line, column or key.
     """
+    named = {} if columns is None else parse_columns(columns, _USUAL)
+    if named and all(isinstance(source, str | Path) and _is_json(source) for source in sources):
+        raise InputError("columns", columns, "nothing without a CSV file or a data frame: keys of benchmarks are known")
     rows: list[PrefillRow] = []
     notes: list[str] = []
     for source in sources:
@@ -320,11 +350,9 @@ def read_prefills(
         else:
             reader = CsvTable.read if isinstance(source, str | Path) else CsvTable.of_frame
             table = reader(source, argument)
-            table.need(["ttft_s"])
-            rows += [_csv_row(row, defaults.get("context_len")) for row in table.rows]
-            unread = [name for name in table.columns if name and name not in (*COLUMNS, *LOAD_COLUMNS)]
-            if unread:
-                notes.append(f"{table.path.name}: columns that are not read: {', '.join(unread)}")
+            part = _table(table, named, defaults.get("context_len"))
+            rows += part.rows
+            notes += part.notes
     if not rows:
         raise InputError(argument, ", ".join(map(str, sources)) or "nothing", "files with one measured prefill or more")
     if len(rows) > MOST_ROWS:
@@ -343,42 +371,83 @@ def _is_json(path: str | Path) -> bool:
         return False
 
 
-def _csv_row(row: JsonObject, context_len: int | None) -> PrefillRow:
-    texts = {name: row.text(name) for name in ("model", "gpu", "strategy", "dtype") if row.has(name)}
+def _table(table: CsvTable, named: Mapping[str, Column], context_len: int | None) -> PrefillRows:
+    """Rows of a CSV file, and notes on its columns; `context_len` is that of rows without one."""
+    columns = find_columns(table.columns, _USUAL, named)
+    if "ttft_s" not in columns:
+        accepted = "a column ttft_s (seconds) or ttft_ms among the others, or its name: `columns` ttft_s=COLUMN"
+        raise InputError(f"{table.where}: header", ", ".join(table.columns), accepted)
+    read = {column.name: role for role, column in columns.items()}
+    renamed = [f"{name} as {role}" for name, role in read.items() if name != role]
+    unread = [name for name in table.columns if name and name not in read]
+    texts = {"columns read": renamed, "columns that are not read": unread}
+    notes = [f"{table.path.name}: {text}: {', '.join(names)}" for text, names in texts.items() if names]
+    rows = [_csv_row(CsvRow(row=row, columns=columns), context_len) for row in table.rows]
+    return PrefillRows(rows=tuple(rows), notes=tuple(notes))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CsvRow:
+    """A line of a CSV file, whose values are read by the roles of their columns."""
+
+    row: JsonObject  # texts by column
+    columns: Mapping[str, Column]  # columns by role
+
+    def has(self, role: str) -> bool:
+        return role in self.columns and self.row.has(self.columns[role].name)
+
+    def text(self, role: str) -> str:
+        return self.row.text(self.columns[role].name)
+
+    def place(self, role: str) -> str:
+        """The file, line and column of a role, for messages."""
+        return f"{self.row.where}: {self.columns[role].name}"
+
+    def number(self, role: str) -> float:
+        """A number above 0."""
+        return parse_cells(self.row).number(self.columns[role].name)
+
+    def seconds(self, role: str) -> float:
+        """A time above 0, in seconds; without a unit the values are seconds."""
+        unit_s = self.columns[role].unit_s
+        return self.number(role) * (1.0 if unit_s is None else unit_s)
+
+    def error(self, role: str, accepted: str) -> InputError:
+        """Error for the value of a role."""
+        name = self.columns[role].name if role in self.columns else role
+        return self.row.error(name, accepted)
+
+
+def _csv_row(row: CsvRow, context_len: int | None) -> PrefillRow:
+    texts = {role: row.text(role) for role in ("model", "gpu", "strategy", "dtype") if row.has(role)}
     parsers: dict[str, Callable[[str, str], int]] = {
         **dict.fromkeys(("num_gpus", "batch"), parse_count),
-        **dict.fromkeys(("context_len", "cached_prefix"), parse_tokens),
+        "context_len": parse_tokens,
+        "cached_prefix": tokens_or_none,
     }
-    sizes = {
-        name: parse(row.text(name), f"{row.where}: {name}")
-        for name, parse in parsers.items()
-        if row.has(name) and not (name == "cached_prefix" and row.fields[name] == "0")
-    }
-    if row.fields.get("cached_prefix") == "0":
-        sizes["cached_prefix"] = 0
+    sizes = {role: parse(row.text(role), row.place(role)) for role, parse in parsers.items() if row.has(role)}
     if texts.get("dtype", DTYPES[0]) not in DTYPES:
         raise row.error("dtype", ", ".join(DTYPES))
     if "strategy" in texts:
         if is_file(texts["strategy"]):  # a table of measurements must not name code to run
             raise row.error("strategy", "a strategy's name; one of a file: `strategy`")
-        get_strategy(texts["strategy"], f"{row.where}: strategy")
+        get_strategy(texts["strategy"], row.place("strategy"))
     values: dict[str, Any] = {**texts, **sizes}
-    return PrefillRow(ttft_s=_prefill_s(row, sizes.get("context_len", context_len)), where=row.where, **values)
+    ttft_s = _prefill_s(row, sizes.get("context_len", context_len))
+    time = row.columns["ttft_s"]
+    return PrefillRow(ttft_s=ttft_s, where=row.row.where, unitless=time.name if time.unit_s is None else None, **values)
 
 
-def _prefill_s(row: JsonObject, context_len: int | None) -> float:
+def _prefill_s(row: CsvRow, context_len: int | None) -> float:
     """The row's TTFT; with several users, the seconds of one prefill, derived from their mean TTFT."""
-    numbers = parse_cells(row)
-    mean_s = numbers.number("ttft_s")
-    users = parse_count(row.text("concurrency"), f"{row.where}: concurrency") if row.has("concurrency") else 1
+    mean_s = row.seconds("ttft_s")
+    users = parse_count(row.text("concurrency"), row.place("concurrency")) if row.has("concurrency") else 1
     if users == 1:
         return mean_s
     if not row.has("tpot_s"):
         raise row.error("tpot_s", f"seconds per output token, without which a mean TTFT of {users} users is no prefill")
-    output_tokens = numbers.number("output_tokens") if row.has("output_tokens") else OUTPUT_TOKENS
-    loop = ClosedLoop(
-        users=users, tpot_s=numbers.number("tpot_s"), output_tokens=output_tokens, prompt_tokens=context_len
-    )
+    output_tokens = row.number("output_tokens") if row.has("output_tokens") else OUTPUT_TOKENS
+    loop = ClosedLoop(users=users, tpot_s=row.seconds("tpot_s"), output_tokens=output_tokens, prompt_tokens=context_len)
     seconds = loop.prefill_s(mean_s)
     if seconds is None:
         raise row.error("ttft_s", "more than the wait for the running decode step, half of tpot_s")

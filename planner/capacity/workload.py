@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from kvrsim.errors import InputError
 from kvrsim.interp import percentile_of
+from kvrsim.io.columns import CACHED_TOKENS, OUTPUT_TOKENS, PROMPT_TOKENS, Column, find_columns, parse_columns
 from kvrsim.io.files import open_regular
 from kvrsim.io.schema import parse_json
 from kvrsim.program import Array
@@ -226,8 +227,8 @@ class Source:
 
     @classmethod
     def of(cls, source: Any, *, columns: str | None = None, rate_scale: float = 1.0) -> Source:
-        """Read the requests of FILE, synthetic:SPEC or a data frame; columns: see `named_columns`."""
-        names = {} if columns is None else named_columns(columns)
+        """Read the requests of FILE, synthetic:SPEC or a data frame; columns: see `parse_columns`."""
+        names = {} if columns is None else parse_columns(columns, _ROLES)
         requests: Workload | Synthetic
         if not isinstance(source, str):
             requests = read_frame(source, names)
@@ -301,11 +302,11 @@ MAX_BLOCKS = 5_000_000  # largest number of distinct hash_ids
 _MAX_HASH = 64  # characters of a hash, if the hash is a text
 _MAX_ARRIVAL_S = 1e10
 _MOONCAKE = ("timestamp", "input_length", "output_length")
-_ROLES = {  # accepted column names in lower case, by the role of the column
+_ROLES = {  # usual names of columns, by role
     "timestamp": ("arrival_s", "arrival", "timestamp", "time", "ts", "created_at", "start_time", "request_time"),
-    "context": ("context_tokens", "prompt_tokens", "input_tokens", "contexttokens", "input_length", "prompt_len"),
-    "output": ("output_tokens", "completion_tokens", "generated_tokens", "generatedtokens", "output_length"),
-    "cached": ("cached_tokens", "cached_prefix", "cached_prompt_tokens", "cache_read_tokens"),
+    "context": PROMPT_TOKENS,
+    "output": OUTPUT_TOKENS,
+    "cached": CACHED_TOKENS,
 }
 _ACCEPTED = (
     "a header line with a column of arrivals and one of context tokens (arrival_s or timestamp; context_tokens,"
@@ -315,15 +316,7 @@ _ACCEPTED = (
 _Record = Mapping[str, Any]  # values of one line, by column
 
 
-def named_columns(text: str) -> dict[str, str]:
-    """Columns of a file by role, from a text such as "timestamp=ts,context=prompt_tokens,output=completion_tokens"."""
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(mark and role.strip() in _ROLES and name.strip() for role, mark, name in pairs):
-        raise InputError("columns", text, f"{', '.join(f'{role}=COLUMN' for role in _ROLES)}, with commas between")
-    return {role.strip(): name.strip() for role, _, name in pairs}
-
-
-def read_frame(frame: Any, names: Mapping[str, str]) -> Workload:
+def read_frame(frame: Any, names: Mapping[str, Column]) -> Workload:
     """The requests of a pandas DataFrame with the columns of a CSV file; arrivals may be datetimes.
 
     Raises InputError naming the argument, the row and the column.
@@ -332,7 +325,7 @@ def read_frame(frame: Any, names: Mapping[str, str]) -> Workload:
     return _read_lines(lines, "data frame", "requests DataFrame", names)
 
 
-def read_trace(path: str, argument: str = "requests", names: Mapping[str, str] | None = None) -> Workload:
+def read_trace(path: str, argument: str = "requests", names: Mapping[str, Column] | None = None) -> Workload:
     """Read a trace line by line, so that the whole text is never in memory.
 
     Empty contexts are left out, arrivals are sorted, and in fully cached contexts one token is computed; notes report
@@ -348,7 +341,7 @@ def read_trace(path: str, argument: str = "requests", names: Mapping[str, str] |
         raise InputError(argument, path, f"a trace that can be read ({reason})") from None
 
 
-def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, str]) -> Workload:
+def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, Column]) -> Workload:
     rows, count = array("d"), 0  # line number, arrival in seconds, tokens of context, output and cached prefix
     lines = _limit_lines(file, source)
     first = next(lines, "")
@@ -429,16 +422,12 @@ def _json_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Ite
     return (*_MOONCAKE, "cached_tokens"), records()
 
 
-def _roles(header: Sequence[str], names: Mapping[str, str], source: str) -> dict[str, str]:
+def _roles(header: Sequence[str], names: Mapping[str, Column], source: str) -> dict[str, str]:
     """The column of each role, named by the user or listed in _ROLES; "": the file has no such column."""
-    if missing := [name for name in names.values() if name not in header]:
-        raise InputError("columns", missing[0], f"a column of the file: {', '.join(header)}")
-    lower = {name.lower(): name for name in reversed(header)}
-    roles = {role: next((lower[one] for one in usual if one in lower), "") for role, usual in _ROLES.items()}
-    roles |= names
-    if not (roles["timestamp"] and roles["context"]):
+    columns = find_columns(header, _ROLES, names)
+    if "timestamp" not in columns or "context" not in columns:
         raise InputError(f"{source}: line 1", ",".join(header), _ACCEPTED)
-    return roles
+    return {role: columns[role].name if role in columns else "" for role in _ROLES}
 
 
 def _leading_blocks(hashes: Any, blocks: set[int | str], where: str) -> int:

@@ -439,7 +439,7 @@ def prefills(
     *,
     files: Any = argument(
         "ROWS.csv|OUTPUT.json...",
-        "Measured prefills: a CSV file with a column ttft_s, or what vllm bench latency, vllm bench serve,"
+        "Measured prefills: a CSV file with a column ttft_s or ttft_ms, or what vllm bench latency, vllm bench serve,"
         " sglang.bench_one_batch or AIPerf wrote.",
         check=lambda value, _: value,
     ),

@@ -48,6 +48,47 @@ def test_absent_columns_and_empty_cells_take_the_defaults(tmp_path: Path) -> Non
     assert (other.num_gpus, other.context_len, other.dtype, other.cached_prefix) == (4, 512, "bf16", 0)
 
 
+@pytest.mark.parametrize(
+    ("header", "columns", "seconds"),
+    [
+        ("prompt_tokens,ttft_ms", None, 1e-3),
+        ("Prompt Tokens,TTFT (ms)", None, 1e-3),
+        ("isl,mean_ttft_ms", None, 1e-3),
+        ("input_tokens,time_to_first_token_seconds", None, 1.0),
+        ("input_length,ttft_us", None, 1e-6),
+        ("n,latency", "context_len=n,ttft_s=latency", 1.0),
+        ("n,latency", "prompt_tokens=n,ttft_ms=latency", 1e-3),
+        ("n,latency_ms", "context_len=n,ttft_s=latency_ms", 1e-3),
+    ],
+)
+def test_columns_of_other_tools_are_read_in_their_unit(
+    tmp_path: Path, header: str, columns: str | None, seconds: float
+) -> None:
+    path = written(tmp_path, f"{header}\n2048,92\n4096,190\n")
+    result = read_prefills([path], NONE | {"model": "llama-2-7b"}, columns=columns)
+    assert [row.context_len for row in result.rows] == [2048, 4096]
+    assert [row.ttft_s for row in result.rows] == pytest.approx([92 * seconds, 190 * seconds])
+    assert {row.unitless for row in result.rows} == {None}
+    assert all(name in result.notes[0] for name in header.split(","))
+
+
+@pytest.mark.parametrize(
+    ("columns", "named"),
+    [("x=n", "ttft_s=COLUMN"), ("ttft_s=q", "n, latency"), ("ttft_s", "ttft_s=COLUMN"), ("ttft_s=a,ttft_ms=b", "once")],
+)
+def test_columns_that_are_not_there_are_refused(tmp_path: Path, columns: str, named: str) -> None:
+    path = written(tmp_path, "n,latency\n2048,92\n")
+    with pytest.raises(InputError, match="columns: got") as caught:
+        read_prefills([path], NONE, columns=columns)
+    assert named in str(caught.value)
+
+
+def test_columns_need_a_table(tmp_path: Path) -> None:
+    path = written(tmp_path, json.dumps(LATENCY), "out.json")
+    with pytest.raises(InputError, match="columns: got"):
+        read_prefills([path], DEFAULTS, columns="ttft_s=a")
+
+
 def test_a_data_frame_is_read_as_its_csv_file_is(tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     path = written(tmp_path, FULL + "llama-2-7b,,,,1024,,,,0.2\n")

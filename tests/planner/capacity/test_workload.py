@@ -199,7 +199,7 @@ def test_a_trace_without_end_is_refused_at_the_limit(monkeypatch: pytest.MonkeyP
 def test_columns_are_read_by_the_names_given(tmp_path: Path) -> None:
     path = written(tmp_path, GATEWAY.replace("ts", "when").replace("prompt_tokens", "size"))
     assert Source.of(path, columns="timestamp=when,context=size").workload(0).context_len.tolist() == [100, 300]
-    for columns, message in ((None, "prompt_tokens"), ("time=when", "timestamp=COLUMN"), ("context=hour", "hour")):
+    for columns, message in ((None, "prompt_tokens"), ("moment=when", "timestamp=COLUMN"), ("context=hour", "hour")):
         with pytest.raises(InputError, match=message):
             Source.of(path, columns=columns)
 

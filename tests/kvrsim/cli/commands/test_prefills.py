@@ -83,6 +83,43 @@ def test_an_output_of_a_benchmark_takes_the_options(folder: Path, capsys: pytest
     assert "note: result.jsonl: times inside the engine" in err
 
 
+CASES = ("calibrate", "prefills", "rows.csv", "--profile", "h100-flash", "--model", "llama-3.3-70b", "--gpus", "8")
+
+
+@pytest.mark.parametrize("column", ["ttft_ms", "ttft"])
+def test_milliseconds_are_recognised(folder: Path, capsys: pytest.CaptureFixture[str], column: str) -> None:
+    """In a column without a unit, by the size of the values."""
+    (folder / "rows.csv").write_text(f"prompt_tokens,{column}\n2048,92\n4096,190\n16384,655\n", encoding="utf-8")
+    result = answer(capsys, *CASES, "--dtype", "fp8", "--check")
+    assert [row["measured_s"] for row in result["rows"]] == pytest.approx([0.092, 0.190, 0.655])
+    assert any(column in warning for warning in result["warnings"])
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("values", [(92, 190, 655, 1480), (92e-6, 190e-6, 655e-6, 1480e-6)], ids=["ms", "ks"])
+def test_times_in_another_unit_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], check: bool, values: tuple[float, ...]
+) -> None:
+    lengths = (2048, 4096, 16384, 32768)
+    rows = [f"{length},{value}" for length, value in zip(lengths, values, strict=True)]
+    (folder / "rows.csv").write_text("\n".join(["prompt_tokens,ttft_s", *rows, ""]), encoding="utf-8")
+    line = refusal(capsys, *CASES, "--dtype", "fp8", *(["--check"] if check else ["-o", "mine.json"]))
+    assert "--columns ttft_ms=COLUMN" in line if values[0] > 1 else "--columns ttft_s=COLUMN" in line
+    assert not (folder / "mine.json").exists()
+
+
+@pytest.mark.parametrize(("share", "code"), [(0.98, 2), (1.02, 0)])
+def test_a_time_that_no_gpu_reaches_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], share: float, code: int
+) -> None:
+    """The limit by hand: 2 FLOPs per weight of llama-2-7b's layers and token, at 989.4 TFLOP/s in half precision."""
+    least_s = 2 * 32 * (4 * 4096**2 + 3 * 4096 * 11008) * 4096 / (2 * 989.4e12)
+    (folder / "rows.csv").write_text(f"context_len,ttft_s\n4096,{share * least_s}\n", encoding="utf-8")
+    case = ("--model", "llama-2-7b", "--gpus", "2", "--dtype", "bf16", "--check")
+    _, err = run(capsys, "calibrate", "prefills", "rows.csv", "--profile", "h100-flash", *case, code=code)
+    assert ("rows.csv, line 2: TTFT: got" in err) == (code == 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
