@@ -350,9 +350,9 @@ def read_prefills(
         else:
             reader = CsvTable.read if isinstance(source, str | Path) else CsvTable.of_frame
             table = reader(source, argument)
-            part = _table(table, named, defaults.get("context_len"))
-            rows += part.rows
-            notes += part.notes
+            in_table = _table(table, named, defaults.get("context_len"))
+            rows += in_table.rows
+            notes += in_table.notes
     if not rows:
         raise InputError(argument, ", ".join(map(str, sources)) or "nothing", "files with one measured prefill or more")
     if len(rows) > MOST_ROWS:
