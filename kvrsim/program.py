@@ -228,8 +228,11 @@ def run_order(ranks: Sequence[Sequence[Any]]) -> tuple[list[Sequence[int]], list
             return (rank,) if sent[op.src, rank] else ()
         if isinstance(op, Collectives):
             group = _members(op, rank, len(ranks))
-            each = [(member, now(member)) for member in group]
-            alike = all(type(own) is type(op) and _members(own, member, len(ranks)) == group for member, own in each)
+            # The last member is asked first: while the earlier ranks arrive one by one, it is not there yet.
+            alike = all(
+                type(now(member)) is type(op) and _members(now(member), member, len(ranks)) == group
+                for member in reversed(group)
+            )
             return group if alike else ()
         if getattr(op, "rendezvous", False):
             other = now(op.dst)

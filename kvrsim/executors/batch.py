@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # importing noise would slow the start of every plan
 Edge = tuple[int, int]
 _MANY = 8  # number of consecutive operations from which segment_of uses arrays
 _LARGE = 2**14  # partitions x ranks of a large batch, whose last partitions to become steady run again on their own
+_RING_CELLS = 2**22  # partitions x ranks x rounds of a ring that are evaluated together: arrays of 32 MiB
 _FEW = 16  # a large batch leaves at most 1/16 of its partitions to this second run
 
 
@@ -173,6 +174,10 @@ def run_batch(program: Program, cluster: Cluster | Links, draw: NoiseDraw | None
     """
     assert isinstance(cluster, Links) or not cluster.shares_bandwidth, "flows that share a bandwidth need run_shared"
     links = cluster if isinstance(cluster, Links) else Links(cluster.path)
+    at_once = _rows_at_once(program)
+    if draw is None and at_once < program.num_rows:
+        firsts = range(0, program.num_rows, at_once)
+        return np.concatenate([run_batch(program.rows(slice(one, one + at_once)), links) for one in firsts], axis=1)
     run = _Evaluation(program.num_ranks, (program.num_rows,), links, draw=draw)
     run.run(program)
     if run.unsteady.any():
@@ -181,6 +186,12 @@ def run_batch(program: Program, cluster: Cluster | Links, draw: NoiseDraw | None
         rest.run(program.rows(rows))
         run.clock[:, rows] = rest.clock
     return run.clock
+
+
+def _rows_at_once(program: Program) -> int:
+    """Number of partitions that are evaluated together, so that the rounds of large rings take little memory."""
+    has_ring = any(isinstance(op, RingPass) for layer in program.layers for op in layer[0])
+    return max(1, _RING_CELLS // program.num_ranks**2) if has_ring else program.num_rows
 
 
 def layer_matrix(
@@ -481,12 +492,16 @@ class _Evaluation:
     def _ring_pass(self, ranks: Sequence[int], ops: Sequence[RingPass]) -> Action:
         """Prepare rounds of work, in each of which a piece goes to the next rank."""
         edges = self.links.edges(ranks, 1)
-        rounds_s = [self._stack([op.device_s[index] for op in ops]) for index in range(len(ranks))]
-        sent_s = [
-            seconds_on(edges.rows, Path.busy_s, self._stack([op.nbytes[index] for op in ops]))
-            for index in range(len(ranks) - 1)
-        ]
-        hosts_s = [_column([op.host_s[index] for op in ops], rounds_s[0]) for index in range(len(ranks))]
+        rounds_s = self._rounds([op.device_s for op in ops])
+        pieces = [op.nbytes for op in ops]
+        is_alike = len(ranks) > 1 and all(not nbytes.strides[0] for nbytes in pieces)  # equal chunks: equal messages
+        if is_alike:
+            pieces = [nbytes[:1] for nbytes in pieces]
+        sent_s = [seconds_on(edges.rows, Path.busy_s, nbytes) for nbytes in self._rounds(pieces)]
+        sent_s *= len(ranks) - 1 if is_alike else 1
+        issued_s = np.array([op.host_s for op in ops])
+        hosts_s = [_column(issued_s[:, number], rounds_s[0]) for number in range(len(ranks))]
+        total_s = _column(issued_s.sum(axis=1), self.hosts_s)
         latency_s = edges.values("latency_s", rounds_s[0])
 
         def compute(start: Array, work_s: Array) -> None:
@@ -518,7 +533,7 @@ class _Evaluation:
             compute(clock, rounds_s[-1])
             if not self.leads:
                 np.maximum(clock, host + hosts_s[-1], out=clock)
-            self.hosts_s += _column([sum(op.host_s) for op in ops], self.hosts_s)
+            self.hosts_s += total_s
 
         return run
 
@@ -555,6 +570,11 @@ class _Evaluation:
         """One row per rank, with the additional axis of the clock."""
         rows = np.stack(np.broadcast_arrays(*values))
         return rows if self.axis is None else np.expand_dims(rows, self.axis)
+
+    def _rounds(self, values: Sequence[Array]) -> list[Array]:
+        """The rows of each round from arrays with a row per round, one per rank; with the axes of `_stack`."""
+        by_round = np.swapaxes(np.stack(np.broadcast_arrays(*values)), 0, 1)
+        return [one if self.axis is None else np.expand_dims(one, self.axis) for one in by_round]
 
     def _wait(self, edges: _Edges, start_s: Array) -> None:
         """Delay messages until earlier messages have left these edges."""

@@ -107,6 +107,12 @@ class Step:
         seconds: Array = self._rows[name][rank]
         return seconds
 
+    def of_any_rank(self, name: str, seconds_of: Callable[[], Array]) -> Array:
+        """Seconds of an operation that are the same for all ranks; computed once."""
+        if name not in self._rows:
+            self._rows[name] = seconds_of()
+        return self._rows[name]
+
     def append_kv(self, rank: int, prefix: Array) -> Compute:
         """Join the prefix's K, V and the chunk's in one contiguous cache.
 
@@ -231,6 +237,11 @@ class Step:
     def lengths(self) -> Array:
         """Tokens of all ranks' chunks, shape (p, B)."""
         return np.stack(self.chunks)
+
+    @cached_property
+    def has_equal_chunks(self) -> bool:
+        """Whether all ranks' chunks have the same number of tokens, in every partition."""
+        return bool((self.lengths == self.lengths[0]).all())
 
     @cached_property
     def begins(self) -> Array:

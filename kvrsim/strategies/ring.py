@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 from kvrsim.program import Array, Compute, Flags, Op, RingPass
 from kvrsim.strategies.base import Step, Strategy
+
+Ranks = npt.NDArray[np.intp]
+SecondsTo = Callable[[int, Ranks], Array]  # seconds of attention of a rank to the blocks of other ranks
 
 
 def layer(step: Step, rank: int) -> Iterator[Op]:
@@ -32,7 +35,8 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
     merged at once.
     """
     costs, chunk = step.costs, step.chunks[rank]
-    own_s = costs.mixer.attention_s(chunk, step.held_prefix) + costs.block_mixer.upcast_s(chunk)
+    cast_s = _of_chunk(step, "cast", lambda: costs.block_mixer.upcast_s(chunk))
+    own_s = _of_chunk(step, "own", lambda: costs.mixer.attention_s(chunk, step.held_prefix)) + cast_s
     if costs.setting.prefix.share:
         to_share_s = costs.block_mixer.share_s(chunk, step.starts[rank])
         merged_s = np.where((to_share_s > 0) & ~calls[:, None], costs.block_mixer.merge_s(chunk), 0.0)
@@ -44,13 +48,13 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
     yield RingPass(
         name="attention",
         device_s=work_s,
-        nbytes=step.piece_bytes[owners(step, rank)[:-1]],
+        nbytes=_sent_bytes(step, rank),
         host_s=(costs.host_attention_s, *(calls * block_host_s).tolist()),
         overlaps=costs.setting.sends_overlap,
         message_share=costs.setting.message_share,
         score_elements=None if most_keys is None else costs.mixer.score_elements(chunk, most_keys),
     )
-    yield Compute(name="cast", device_s=costs.block_mixer.upcast_s(chunk), kind="merge")
+    yield Compute(name="cast", device_s=cast_s, kind="merge")
 
 
 def owners(step: Step, rank: int) -> npt.NDArray[np.intp]:
@@ -58,13 +62,41 @@ def owners(step: Step, rank: int) -> npt.NDArray[np.intp]:
     return (rank - np.arange(step.num_ranks)) % step.num_ranks
 
 
+def _of_chunk(step: Step, name: str, seconds_of: Callable[[], Array]) -> Array:
+    """Seconds that depend only on the length of a rank's chunk; computed once if all chunks are equal."""
+    return step.of_any_rank(name, seconds_of) if step.has_equal_chunks else seconds_of()
+
+
+def _sent_bytes(step: Step, rank: int) -> Array:
+    """Bytes of the piece that a rank holds in each round but the last, shape (p - 1, B)."""
+    if step.has_equal_chunks:
+        return np.broadcast_to(step.piece_bytes[:1], (step.num_ranks - 1, *step.piece_bytes.shape[1:]))
+    return step.piece_bytes[owners(step, rank)[:-1]]
+
+
 def _blocks_s(step: Step, rank: int) -> Array:
-    """Seconds of attention of the chunk to each other rank's block in turn."""
-    chunk, start, others = step.chunks[rank], step.starts[rank], owners(step, rank)[1:]
-    before = (others < rank)[:, None]
-    keys = step.lengths[others] * before
-    ends = step.begins[others] + keys
-    return step.costs.block_mixer.block_s(chunk, start, keys, np.where(before, ends, start))
+    """Seconds of attention of the chunk to each other rank's block in turn; later ranks' blocks take no time."""
+
+    def earlier_s(rank: int, others: Ranks) -> Array:
+        keys = step.lengths[others]
+        return step.costs.block_mixer.block_s(step.chunks[rank], step.starts[rank], keys, step.begins[others] + keys)
+
+    return _in_turn(step, rank, earlier_s, lambda _, others: np.zeros_like(step.lengths[others]))
+
+
+def _in_turn(step: Step, rank: int, earlier_s: SecondsTo, later_s: SecondsTo) -> Array:
+    """Seconds of attention to the other ranks' blocks in turn: earlier ranks', then later ranks', shape (p - 1, B).
+
+    With equal chunks, the seconds depend only on the distance of the ranks: they are computed once, for the last rank,
+    which has only earlier ranks, and for the first, which has only later ones.
+    """
+    others = owners(step, rank)[1:]
+    if not step.has_equal_chunks:
+        return np.concatenate([earlier_s(rank, others[:rank]), later_s(rank, others[rank:])])
+    first, last = 0, step.num_ranks - 1
+    of_earlier_s = step.of_any_rank("earlier", lambda: earlier_s(last, owners(step, last)[1:]))
+    of_later_s = step.of_any_rank("later", lambda: later_s(first, owners(step, first)[1:]))
+    return np.concatenate([of_earlier_s[:rank], of_later_s[rank:]])
 
 
 def striped_layer(step: Step, rank: int) -> Iterator[Op]:
@@ -75,9 +107,11 @@ def striped_layer(step: Step, rank: int) -> Iterator[Op]:
     chunk = step.chunks[rank]
     yield step.qkv(rank)
     yield step.append_kv(rank, prefix=step.held_prefix)
-    half_s = step.costs.mixer.attention_s(chunk, np.zeros_like(chunk))
+    mixer = step.costs.block_mixer
+    half_s = _of_chunk(step, "half", lambda: step.costs.mixer.attention_s(chunk, np.zeros_like(chunk)))
     later = (owners(step, rank)[1:] > rank)[:, None]
-    merges_s = np.where(later, step.costs.block_mixer.merge_s(chunk, part=True), step.costs.block_mixer.merge_s(chunk))
+    part_s = _of_chunk(step, "merge of a part", lambda: mixer.merge_s(chunk, part=True))
+    merges_s = np.where(later, part_s, _of_chunk(step, "merge", lambda: mixer.merge_s(chunk)))
     yield from pass_kv(step, rank, half_s + merges_s, np.ones(step.num_ranks - 1, dtype=bool))
     yield step.output_mlp(rank)
 
@@ -101,11 +135,15 @@ def _zigzag_blocks_s(step: Step, rank: int) -> Array:
     """
     (early, early_start), (late, late_start) = step.halves
     early_end, late_end = step.half_ends
-    earlier, later = np.split(owners(step, rank)[1:], [rank])
     block_s = step.costs.block_mixer.block_s
-    of_late_s = block_s(late[rank], late_start[rank], step.lengths[earlier], late_end[earlier], part=True)
-    to_early_s = block_s(step.chunks[rank], early_start[rank], early[later], early_end[later])
-    return np.concatenate([of_late_s, to_early_s])
+
+    def earlier_s(rank: int, others: Ranks) -> Array:
+        return block_s(late[rank], late_start[rank], step.lengths[others], late_end[others], part=True)
+
+    def later_s(rank: int, others: Ranks) -> Array:
+        return block_s(step.chunks[rank], early_start[rank], early[others], early_end[others])
+
+    return _in_turn(step, rank, earlier_s, later_s)
 
 
 RING = Strategy(

@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrsim import make_scenario
 from kvrsim.compile import build_program, columns
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import Runner, run_program
 from kvrsim.hardware import Cluster
+from kvrsim.kernels.attention import SoftmaxCost
 from kvrsim.noise import Noise, NoiseDraw
 from kvrsim.program import Array, Compute, Op, Program
 from kvrsim.scenario import Scenario
@@ -109,6 +111,41 @@ def test_many_layers(name: str, topology: str, rng: Draws) -> None:
     strategy = get_strategy(name)
     scenario = any_run(rng, strategy, topologies=(topology,), layers=(12, 32), num_gpus=(4, 4))
     assert_executors_agree(scenario, strategy, any_rows(rng, scenario, strategy, 2))
+
+
+@pytest.mark.parametrize("name", ["ring", "striped", "zigzag-ring", "tp2+ring"])
+@given(rng=draws())
+@examples(25)
+def test_a_ring_of_equal_chunks_is_one_rank_s_work_shifted(name: str, rng: Draws) -> None:
+    """Blocks that are priced once for all ranks give the times of blocks that are priced rank by rank."""
+    strategy = get_strategy(name)
+    scenario = any_run(rng, strategy, topologies=("switch", "chain", "nodes"))
+    ranks = scenario.cluster.num_gpus
+    equal = (max(1, scenario.request.new_tokens // ranks),) * ranks
+    uneven = any_rows(rng, scenario, strategy, 1)[0]
+    alone = build_program(scenario, strategy, columns([equal]))
+    beside = build_program(scenario, strategy, columns([equal, uneven, (1, *equal[1:])]))  # priced rank by rank
+    finish_s = run_program(alone, scenario.cluster)
+    assert finish_s[:, 0] == pytest.approx(run_program(beside, scenario.cluster)[:, 0], rel=1e-12, abs=0)
+    assert finish_s == pytest.approx(event_finish_s(alone, scenario.cluster), rel=1e-9, abs=0)
+
+
+@pytest.mark.parametrize("name", ["ring", "striped", "zigzag-ring"])
+def test_a_ring_of_equal_chunks_prices_as_many_blocks_as_ranks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    priced: list[int] = []
+    keys_s = SoftmaxCost.keys_s
+
+    def counted(self: SoftmaxCost, chunk: Array, keys: Array) -> Array:
+        priced.append(np.size(keys))
+        return keys_s(self, chunk, keys)
+
+    monkeypatch.setattr(SoftmaxCost, "keys_s", counted)
+    for ranks in (16, 64):
+        priced.clear()
+        scenario = make_scenario(model="llama-3.1-8b", cluster=f"{ranks // 8}x8xh100", ctx=64 * 256)[0]
+        strategy = get_strategy(name)
+        build_program(scenario, strategy, columns([(64 * 256 // ranks,) * ranks]))
+        assert sum(priced) <= 2 * (ranks - 1)
 
 
 def test_a_bus_can_amplify_rounding() -> None:
