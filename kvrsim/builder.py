@@ -154,7 +154,9 @@ def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
 def _name_notes(args: ScenarioArgs) -> tuple[Note, ...]:
     """Notes on names: the known shape that a model has, and the network assumed for a size such as 2x8xh100."""
     shape = known_shape(args.model) if isinstance(args.model, str) else None
-    notes = [note("shape", model=shape[0], shape=shape[1])] if shape is not None and shape[0] != shape[1] else []
+    notes = (
+        [note("shape", model=shape.name, shape=shape.shape)] if shape is not None and shape.name != shape.shape else []
+    )
     if isinstance(args.cluster, str) and args.cluster not in builtin_clusters() and not Path(args.cluster).exists():
         cluster = load_cluster(args.cluster)
         if cluster.network is not None:

@@ -153,9 +153,14 @@ def seconds_of(metric: JsonObject, *statistics_: str) -> float:
 
 
 def known_model(name: object) -> str | None:
-    """The built-in model with the shape of an id such as meta-llama/Llama-2-70b-chat-hf; None if it is unknown."""
+    """The built-in model with the shape of an id such as meta-llama/Llama-2-70b-chat-hf; None if it is unknown.
+
+    An id that names a quantisation, such as Qwen/Qwen3-32B-FP8, stays as it is.
+    """
     shape = known_shape(name) if isinstance(name, str) else None
-    return None if shape is None else shape[1]
+    if shape is None:
+        return None
+    return shape.shape if shape.suffix is None else str(name)
 
 
 # -- readers of each benchmark's output

@@ -12,14 +12,14 @@ import re
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvrsim.errors import InputError
 from kvrsim.io.files import use_no_compiler_cache, write_atomically
 from kvrsim.io.schema import JsonObject, parse_json
 from kvrsim.model import template
 from kvrsim.model.mixers import Attention
-from kvrsim.model.quantization import read_quantization
+from kvrsim.model.quantization import quantized_by_name, read_quantization, suffix_of
 from kvrsim.model.spec import ModelSpec
 from kvrsim.model.template import MAX_LAYERS, MAX_WIDTH, freeze, model_type_data, thaw
 
@@ -94,10 +94,14 @@ def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
     the key.
     """
     name = str(name_or_path)
-    if (catalogue_shape := known_shape(name)) is not None:
-        known_name, shape, positions = catalogue_shape
-        same = load_model(shape, argument)
-        return replace(same, name=known_name, max_position_embeddings=positions or same.max_position_embeddings)
+    known = known_shape(name)
+    if known is not None:
+        same = load_model(known.shape, argument)
+        positions = known.max_position_embeddings or same.max_position_embeddings
+        model = replace(same, name=known.name, max_position_embeddings=positions)
+        return (
+            model if known.suffix is None else quantized_by_name(model, name.lower().rpartition("/")[0], known.suffix)
+        )
     path = config_path(name, argument)
     if name not in builtin_models():
         name = _name_of(path) or name
@@ -126,8 +130,17 @@ def _name_of(path: Path) -> str:
     return path.resolve().parent.name if path.name == "config.json" else path.stem
 
 
-def known_shape(name: str) -> tuple[str, str, int | None] | None:
-    """Return a short name for a Hugging Face id or its last part, the built-in model of that shape, and the context.
+class KnownShape(NamedTuple):
+    """A checkpoint whose shape is in the catalogue."""
+
+    name: str  # short name of the checkpoint
+    shape: str  # built-in model of its shape
+    max_position_embeddings: int | None  # the longest context, where it is another than that of the shape
+    suffix: str | None  # suffix of the name that names a quantisation; None: as the built-in model
+
+
+def known_shape(name: str) -> KnownShape | None:
+    """The shape of a Hugging Face id or its last part, such as RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic.
 
     None for a built-in name, a path, or an unknown checkpoint. Suffixes such as -Instruct do not change the shape.
     """
@@ -135,11 +148,19 @@ def known_shape(name: str) -> tuple[str, str, int | None] | None:
         return None
     names: dict[str, Any] = parse_json((_DATA / "model_names.json").read_bytes())
     last = name.lower().rpartition("/")[2]
-    for short in dict.fromkeys((last, _TUNED.sub("", last), _TUNED.sub("", last).removeprefix("meta-"))):
-        if short in names:
-            return short, names[short]["shape"], names[short].get("max_position_embeddings")
-        if short in builtin_models():
-            return short, short, None
+    suffix = suffix_of(last)
+    candidates = [(last, None)]
+    if suffix is not None:
+        candidates.append((last.removesuffix(f"-{suffix}"), suffix))
+    for whole, quantised in candidates:
+        base = _TUNED.sub("", whole)
+        for short in dict.fromkeys((whole, base, base.removeprefix("meta-"))):
+            known_name = short if quantised is None else f"{short}-{quantised}"
+            if short in names:
+                positions = names[short].get("max_position_embeddings")
+                return KnownShape(known_name, names[short]["shape"], positions, quantised)
+            if short in builtin_models():
+                return KnownShape(known_name, short, None, quantised)
     return None
 
 
@@ -174,6 +195,8 @@ def config_path(name: str, argument: str) -> Path:
         near = get_close_matches(last, (*builtin_models(), *own_models()), n=5, cutoff=0.5)
         some = f", such as {', '.join(near)}" if near else ""
         accepted = f"a path to a config.json or its folder, or one of what `kvrsim models list` lists{some}"
+        if name.count("/") == 1 or suffix_of(last) is not None:
+            accepted += "; for a quantised checkpoint, its config.json, or a model of its shape with --dtype fp8"
         raise InputError(argument, name, accepted)
     return path / "config.json" if is_folder else path
 

@@ -175,6 +175,28 @@ def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
     return quantized(model, quantization, lambda path: next((one.weights for one in rules if one.holds(path)), None))
 
 
+def suffix_of(name: str) -> str | None:
+    """The suffix of a checkpoint's name that names a quantisation, such as "fp8-dynamic"; None if there is none.
+
+    name: a Hugging Face id or its last part, in lower case.
+    """
+    suffixes = [suffix for entry in _table()["checkpoints"] for suffix in entry["suffixes"]]
+    return max((suffix for suffix in suffixes if name.endswith(f"-{suffix}")), key=len, default=None)
+
+
+def quantized_by_name(model: ModelSpec, author: str, suffix: str) -> ModelSpec:
+    """The model with the quantisation that checkpoints of this author with this suffix have, and a note on it."""
+    entries = [entry for entry in _table()["checkpoints"] if suffix in entry["suffixes"]]
+    entry = next(entry for entry in entries if author in entry.get("authors", (author,)))
+    fields = entry["config"]
+    if any(layer.num_experts for layer in model.layer_kinds):
+        fields = entry.get("mixtures", fields)
+    config = JsonObject(fields={"quantization_config": fields}, where=f"quantization.json {suffix}")
+    kept = "its config.json may keep more matrices in half precision"
+    note = f"the quantisation is that of the name's suffix, {suffix}; {kept}"
+    return replace(read_quantization(config, model), approximations=(*model.approximations, note))
+
+
 def _modules(data: JsonObject, key: str, names: Sequence[Any] | None = None) -> Modules:
     """The modules of a list of names: the file's list at this key, or `names`."""
     names = data.sequence(key) if names is None else names

@@ -251,7 +251,11 @@ def test_mistakes_name_file_and_key(tmp_path: Path, content: dict[str, Any], mes
 
 @pytest.mark.parametrize(
     ("name", "model"),
-    [("meta-llama/Llama-2-70b-chat-hf", "llama-2-70b"), ("TheBloke/Llama-2-7B-AWQ", None), (None, None)],
+    [
+        ("meta-llama/Llama-2-70b-chat-hf", "llama-2-70b"),
+        ("TheBloke/Llama-2-7B-AWQ", "TheBloke/Llama-2-7B-AWQ"),
+        (None, None),
+    ],
 )
 def test_known_models(name: object, model: str | None) -> None:
     assert known_model(name) == model

@@ -11,9 +11,10 @@ import pytest
 import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
+from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.model.gemm import Gemm, WeightFormat
-from kvrsim.model.load import config_path
+from kvrsim.model.load import config_path, load_model
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from tests.kvrsim.model.model_configs import GLM, K3, V4, load
 
@@ -419,3 +420,65 @@ def test_what_engines_keep_in_half_precision(tmp_path: Path, config: dict[str, A
     unquantised = {name for name, weights in stored.items() if weights is None}
     assert kept <= unquantised
     assert {name for name in unquantised if "compressor" not in name} <= kept
+
+
+# -- Hugging Face ids that name a quantisation
+
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic", "fmt": "e4m3"}
+MODELOPT = {"kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"], "producer": {"name": "modelopt"}}
+W4A16 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+FP8_DYNAMIC = {
+    "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+    "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+    "targets": ["Linear"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "published"),
+    [
+        ("Qwen/Qwen3-235B-A22B-FP8", "qwen3-235b-a22b", BLOCKS | {"modules_to_not_convert": ["lm_head", "mlp.gate"]}),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507-FP8", "qwen3-30b-a3b", BLOCKS | {"modules_to_not_convert": ["lm_head"]}),
+        ("nvidia/Llama-3.3-70B-Instruct-FP8", "llama-3.1-70b", MODELOPT | {"quant_algo": "FP8"}),
+        ("nvidia/Llama-3.1-70B-Instruct-NVFP4", "llama-3.1-70b", MODELOPT | {"quant_algo": "NVFP4", "group_size": 16}),
+        (
+            "nvidia/MiniMax-M2.5-NVFP4",
+            "minimax-m2.5",
+            MODELOPT | {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*.self_attn*"]},
+        ),
+        (
+            "RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic",
+            "llama-3.1-70b",
+            {"quant_method": "compressed-tensors", "config_groups": {"group_0": FP8_DYNAMIC}, "ignore": ["lm_head"]},
+        ),
+        (
+            "RedHatAI/Meta-Llama-3.1-8B-Instruct-quantized.w4a16",
+            "llama-3.1-8b",
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": W4A16, "targets": ["Linear"]}},
+                "ignore": ["lm_head"],
+            },
+        ),
+        ("Qwen/Qwen2.5-72B-Instruct-AWQ", "qwen2.5-72b", {"quant_method": "awq", "bits": 4, "group_size": 128}),
+    ],
+)
+def test_a_quantised_id_is_its_published_checkpoint(
+    tmp_path: Path, name: str, shape: str, published: dict[str, Any]
+) -> None:
+    config = dict(JsonObject.read(config_path(shape, "model"), "model").fields)
+    of_file = load(tmp_path, {**config, "quantization_config": published})
+    by_name = load_model(name)
+    assert by_name.layers == of_file.layers
+    assert by_name.lm_head == of_file.lm_head
+    assert by_name.weight_bytes(2) == of_file.weight_bytes(2)
+    assert by_name.cached_element_bytes(2) == of_file.cached_element_bytes(2)
+    assert any("suffix" in sentence for sentence in by_name.approximations)
+
+
+@pytest.mark.parametrize("name", ["mistralai/Mistral-Large-FP8", "nobody/llama-9-70b-awq"])
+def test_a_quantised_id_of_an_unknown_shape_is_pointed_to_its_file_and_its_dtype(name: str) -> None:
+    with pytest.raises(InputError, match="model: got") as caught:
+        load_model(name)
+    assert "config.json" in str(caught.value)
+    assert "--dtype fp8" in str(caught.value)
