@@ -149,7 +149,7 @@ def known_shape(name: str) -> KnownShape | None:
     names: dict[str, Any] = parse_json((_DATA / "model_names.json").read_bytes())
     last = name.lower().rpartition("/")[2]
     suffix = suffix_of(last)
-    candidates = [(last, None)]
+    candidates: list[tuple[str, str | None]] = [(last, None)]
     if suffix is not None:
         candidates.append((last.removesuffix(f"-{suffix}"), suffix))
     for whole, quantised in candidates:
