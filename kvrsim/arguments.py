@@ -558,13 +558,16 @@ class TargetArgs(Arguments):
     Target
     ------
     slo : TIME
-        TTFT that 90 % of prefills must meet; the exit code is 1 if they do not.
+        Target of the TTFT; the exit code is 1 if it is not 90 % sure that it is met.
     rate : X
-        Prompts per second that arrive at the GPUs. Default: a single prompt on idle GPUs.
+        Prompts per second that arrive at the GPUs, at random times. Default: a single prompt on idle GPUs.
+    percentile : P
+        Percentage of the prompts that must meet the target, with --rate or --noise.
     """
 
     slo: Any = entry(quantity(parse_seconds))
     rate: Any = entry(number(above=0, most=1e6))
+    percentile: Any = entry(number(least=1, most=99.9), 90)
 
 
 class SearchArgs(Arguments):

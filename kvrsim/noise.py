@@ -346,12 +346,13 @@ class Distribution:
 
     num_samples: int
     seed: int
-    quiet_s: float  # TTFT without the random part of the noise
+    quiet_s: float  # TTFT without noise, on GPUs and links that are all alike
     mean: Estimate
     p50: Estimate
     p95: Estimate
     p99: Estimate
     worst_s: float
+    samples_s: tuple[float, ...] = field(repr=False)  # TTFTs of all runs, ascending
 
     @classmethod
     def of(cls, ttft_s: Sequence[float], *, quiet_s: float, seed: int) -> Distribution:
@@ -364,6 +365,7 @@ class Distribution:
             quiet_s=quiet_s,
             mean=_mean(ordered),
             worst_s=float(ordered[-1]),
+            samples_s=tuple(ordered.tolist()),
             **percentiles,
         )
 

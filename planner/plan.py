@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from kvrsim.arguments import OnProgress, SearchArgs, TargetArgs
+from kvrsim.arguments import SearchArgs, TargetArgs
 from kvrsim.notes import note
 from kvrsim.program import AllGather, AllToAll, Op, Program, RingPass
 from kvrsim.results.question import Question
@@ -19,6 +19,7 @@ from kvrsim.results.results import (
     NoiseReport,
     PipelineBound,
     Plan,
+    Promise,
     SearchReport,
     StrategyResult,
 )
@@ -78,9 +79,10 @@ def make_plan(
     """
     search = _for_engine(search or Search(), scenario)
     compared = strategies_to_compare(scenario, strategies, noisy=disturbance is not None, engine=search.engine)
+    even = scenario
     if disturbance is not None:
         scenario = disturbance.with_fixed_part(scenario)
-    ranking = Ranking.of(scenario, compared, search, disturbance)
+    ranking = Ranking.of(scenario, even, compared, search, disturbance)
     results = [ranking.result(one) for one in ranking.ranked]
     first = next(one for one in results if one.strategy == ranking.best.strategy.name)
     spans, untimed = ranking.timelines(timelines)
@@ -101,7 +103,7 @@ def make_plan(
         timelines=spans if timelines == "all" else {},
         noise=_noise_report(disturbance),
         shortfall=_shortfall(ranking),
-        promise=promise_of(first.ttft_high_s, target or TargetArgs()) if first.fits else None,
+        promise=ranking.promise(target or TargetArgs(), seed) if first.fits else None,
         limits=ranking.best.limits,
     )
 
@@ -131,9 +133,17 @@ class Ranking:
 
     @classmethod
     def of(
-        cls, scenario: Scenario, compared: ComparedStrategies, search: Search, disturbance: Disturbance | None
+        cls,
+        scenario: Scenario,
+        even: Scenario,
+        compared: ComparedStrategies,
+        search: Search,
+        disturbance: Disturbance | None,
     ) -> Ranking:
-        """Search the partition of every strategy; strategies near KVR's chain start from its partition."""
+        """Search the partition of every strategy; strategies near KVR's chain start from its partition.
+
+        even: the scenario without the slow GPUs and links of the disturbance.
+        """
         for strategy in compared.strategies:  # raise errors before the first search
             if disturbance is not None:
                 disturbance.check(strategy)
@@ -141,7 +151,7 @@ class Ranking:
                 search.candidate(scenario, strategy)
         by_name, unsearched = search_all(scenario, compared, search)
         candidates = tuple(by_name.values())
-        noisy = _under_noise(candidates, disturbance, search.on_progress)
+        noisy = {} if disturbance is None else _under_noise(even, candidates, disturbance, search)
         return cls(scenario=scenario, candidates=candidates, unsearched=unsearched, engine=search.engine, noisy=noisy)
 
     @cached_property
@@ -196,6 +206,10 @@ class Ranking:
         return is_indistinguishable(
             faster.sensitivities, slower.sensitivities, self._ranking_s(faster), self._ranking_s(slower)
         )
+
+    def promise(self, target: TargetArgs, seed: int) -> Promise:
+        """The promise for the best strategy."""
+        return promise_of(self.best, target, self.noisy.get(self.best.strategy.name), seed=seed)
 
     def result(self, one: Candidate) -> StrategyResult:
         """The plan's results for one strategy."""
@@ -346,23 +360,23 @@ def _question(
 
 
 def _under_noise(
-    candidates: Sequence[Candidate], disturbance: Disturbance | None, on_progress: OnProgress | None
+    even: Scenario, candidates: Sequence[Candidate], disturbance: Disturbance, search: Search
 ) -> dict[str, Distribution]:
-    if disturbance is None:
-        return {}
     from planner.processes import Pool
 
     pool = disturbance.pool or Pool()
-    work = [(one, one.ttft_s, replace(disturbance, pool=None)) for one in candidates]
-    each = pool.run_in_order(_distribution, work, "strategies under noise", on_progress)
+    alone = replace(disturbance, pool=None)
+    work = [(one, disturbance.even_s(even, one, search), alone) for one in candidates]
+    each = pool.run_in_order(_distribution, work, "strategies under noise", search.on_progress)
     return {one.strategy.name: noisy for one, noisy in zip(candidates, each, strict=True)}
 
 
-def _distribution(one: Candidate, quiet_s: float, disturbance: Disturbance) -> Distribution:
+def _distribution(one: Candidate, even_s: float, disturbance: Disturbance) -> Distribution:
     from planner.uncertainty.noise import FIRST_PLAN_SAMPLE
 
-    first = FIRST_PLAN_SAMPLE
-    return disturbance.distribution(one.per_rank, one.strategy, one.partition, quiet_s, first=first)
+    return disturbance.distribution(
+        one.per_rank, one.strategy, one.partition, one.ttft_s, even_s=even_s, first=FIRST_PLAN_SAMPLE
+    )
 
 
 def _noise_report(disturbance: Disturbance | None) -> NoiseReport | None:

@@ -44,6 +44,7 @@ def run_simulation(
     Raises InputError for an unknown strategy or executor, or a partition that does not fit.
     """
     search, own = search or Search(), get_strategy(strategy)
+    even = scenario
     if disturbance is not None:
         disturbance.check(own)
         scenario = disturbance.with_fixed_part(scenario)
@@ -55,7 +56,10 @@ def run_simulation(
     finish_s, spans, noisy, table = candidate.finish_s, None, None, None
     if disturbance is not None:
         disturbance.check_length(candidate.ttft_s, per_rank.cluster.num_gpus)
-        noisy = disturbance.distribution(per_rank, own, partition, candidate.ttft_s, on_progress=search.on_progress)
+        even_s = disturbance.even_s(even, candidate, search)
+        noisy = disturbance.distribution(
+            per_rank, own, partition, candidate.ttft_s, even_s=even_s, on_progress=search.on_progress
+        )
     if kind == "event":
         run = run_partition(per_rank, own, partition, executor=kind, timeline=records, draw=draw)
         finish_s, spans = run.finish_s, run.timeline

@@ -307,6 +307,6 @@ def misfit_row(strategy: str, memory: Sequence[RankMemory], limit_bytes: int) ->
 
 
 def mean_change(noisy: Distribution) -> str:
-    """Note on the mean TTFT under noise, relative to that without noise."""
+    """Note on the mean TTFT under noise, relative to that without noise, on GPUs and links that are all alike."""
     more = round(noisy.mean.value_s / noisy.quiet_s - 1, 4) + 0.0  # avoids "-0.0%"
-    return f"mean {more:+.1%} over noise-free"
+    return f"mean {more:+.1%} over the even machine without noise"

@@ -355,15 +355,37 @@ class Limit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Promise:
-    """A TTFT that a given share of prefills does not exceed."""
+class PromptShare:
+    """TTFTs that a given share of prompts does not exceed, where prompts differ: under noise, or in a queue."""
 
-    ttft_s: float | None  # seconds; None: more prompts arrive than the GPUs can prefill
-    share: float  # share of prefills that do not exceed ttft_s
-    rate_per_s: float | None  # rate of prompts; None: the GPUs are idle
-    slo_s: float | None  # target of TTFT; None: no target
-    meets: bool | None  # whether the target is met
-    most_rate_per_s: float | None  # largest rate of prompts at which the target is met
+    percentile: float  # percentage of the prompts that do not exceed the TTFTs below
+    expected_s: float | None  # if the machine is as predicted; None: the queue grows for ever
+    high_s: float | None  # if the machine is as slow as the upper end of the interval; None: the queue grows for ever
+    rate_per_s: float | None = None  # prompts that arrive per second; None: the GPUs are idle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promise:
+    """What the best strategy's TTFT will be: what is expected, and what is 90 % sure in spite of the model's errors.
+
+    The model's error is the same for all prompts, so `high_s` is no percentile of prompts. PromptShare has percentiles.
+    """
+
+    expected_s: float  # TTFT of a prompt on idle GPUs; under noise, the mean
+    high_s: float  # a prompt's TTFT on idle GPUs is below this with probability `confidence`
+    confidence: float  # one-sided: an upper end of an 80 % interval has 0.9
+    under_noise: PromptShare | None = None  # prompts on idle GPUs under noise; None: without noise
+    at_rate: PromptShare | None = None  # prompts that arrive at a rate; None: not asked
+    slo_s: float | None = None  # target of TTFT; None: no target, and the fields below are None
+    meets: bool | None = None  # whether it is 90 % sure that the target is met; it decides the exit code
+    most_rate_per_s: float | None = None  # largest rate of prompts at which this is 90 % sure; 0: at none
+    expected_meets: bool | None = None  # whether the expected TTFT meets the target
+    expected_most_rate_per_s: float | None = None  # largest rate of prompts at which it does; 0: at none
+
+    @property
+    def decisive(self) -> PromptShare | None:
+        """The share of prompts that a target is compared with; None: the promise for idle GPUs is."""
+        return self.at_rate or self.under_noise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

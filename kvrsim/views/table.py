@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from kvrsim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from kvrsim.results.results import Plan, SimResult
+    from kvrsim.results.results import Plan, Promise, PromptShare, SimResult
 
 INTERVAL_TITLES = ("80 %\ninterval", "prediction\ninterval")
 TIED = "≈"  # mark of a strategy that the prediction cannot distinguish from the best
@@ -250,27 +250,69 @@ def sentences(plan: Plan, emit: str | None = None) -> Iterator[str]:
     gpus = f"{plan.num_gpus} GPU{'s' * (plan.num_gpus != 1)}"
     chunks = f": {pieces_text(best.partition, best.layers is not None)}" if len(best.partition) > 1 else ""
     yield f"Run {best.strategy} on {gpus}{chunks}."
-    expected = f"expect {format_seconds(best.ttft_s)}"
-    if plan.yardstick is not None and best.speedup is not None and round(best.speedup, 2) != 1:
-        expected += f", {best.speedup:.2f}× as fast as {baseline_title(plan.yardstick)}"
-    load = "idle" if promise.rate_per_s is None else f"at {promise.rate_per_s:g} prompts/s"
-    if promise.ttft_s is None:
-        yield f"Promise nothing {load}: prompts arrive faster than one group prefills them; {expected} when idle."
-    else:
-        yield f"Promise {format_seconds(promise.ttft_s)} (one-sided {promise.share * 100:g} %, {load}); {expected}."
-    if promise.slo_s is not None and promise.most_rate_per_s is not None:
-        most = f"{promise.most_rate_per_s:.3g} prompts/s"
-        verdict = f"meets the target of {format_seconds(promise.slo_s)} for up to {most}"
-        if not promise.meets:
-            load = f"; at most {most} would meet it" if promise.most_rate_per_s else " at any load"
-            verdict = f"misses the target of {format_seconds(promise.slo_s)}{load}"
-        yield f"This {verdict}."
+    yield from promise_sentences(plan, promise)
     if plan.limits:
         top = plan.limits[0]
         verb = "limit" if top.operation.endswith("s") else "limits"
         share = f"{top.share * 100:.0f} % of the critical path"
         yield f"Because {top.operation} {verb} it ({share}): {top.remedy} would help."
     yield from _side_by_side(plan, emit)
+
+
+def promise_sentences(plan: Plan, promise: Promise) -> Iterator[str]:
+    """Sentences on the TTFT: expected and sure on idle GPUs, of most prompts under noise and in a queue, and a target.
+
+    The first half of each sentence is about the estimate, and "90 % sure" about the error of the prediction.
+    """
+    best = plan.first
+    sure = f"{promise.confidence * 100:g} % sure"
+    noise = "" if promise.under_noise is None else ", on average under the noise"
+    faster = ""
+    if plan.yardstick is not None and best.speedup is not None and round(best.speedup, 2) != 1:
+        faster = f", {best.speedup:.2f}× as fast as {baseline_title(plan.yardstick)}"
+    expected = f"Expect {format_seconds(promise.expected_s)} idle{noise}{faster}"
+    yield f"{expected}; {sure} that it is below {format_seconds(promise.high_s)}."
+    if (noisy := promise.under_noise) is not None:
+        yield f"{_share_text(noisy)} under the noise; {_sure_text(noisy, sure)}."
+    if (rated := promise.at_rate) is not None:
+        rate = f"{rated.rate_per_s:g} a second"
+        if rated.expected_s is None:
+            yield f"At {rate}, prompts arrive faster than one group prefills them: the queue grows for ever."
+        else:
+            yield f"{_share_text(rated)} at {rate}; {_sure_text(rated, sure)}."
+    if promise.slo_s is not None:
+        yield f"{_target_text(promise, sure)}."
+
+
+def _share_text(share: PromptShare) -> str:
+    assert share.expected_s is not None, "the queue grows for ever"
+    return f"{share.percentile:g} % of prompts within {format_seconds(share.expected_s)}"
+
+
+def _sure_text(share: PromptShare, sure: str) -> str:
+    if share.high_s is None:
+        return f"not {sure}: if the machine is as slow as the interval's upper end, the queue grows for ever"
+    return f"{sure}: within {format_seconds(share.high_s)}"
+
+
+def _target_text(promise: Promise, sure: str) -> str:
+    """Whether a target is met: for sure, only as expected, or not; and up to which rates."""
+    assert promise.slo_s is not None
+    assert promise.most_rate_per_s is not None
+    assert promise.expected_most_rate_per_s is not None
+    target = f"the target of {format_seconds(promise.slo_s)}"
+    if promise.meets:
+        verdict = f"It is {sure} that this meets {target}"
+    elif promise.expected_meets:
+        verdict = f"This is expected to meet {target}, but not {sure}"
+    else:
+        verdict = f"This misses {target}"
+    if not promise.expected_most_rate_per_s:
+        return f"{verdict} at any rate"
+    rates = f"expected up to {promise.expected_most_rate_per_s:.3g} prompts a second"
+    most = promise.most_rate_per_s
+    rates += f", {sure} up to {most:.3g}" if most else f", {sure} at no rate"
+    return f"{verdict}; {rates}"
 
 
 def _side_by_side(plan: Plan, emit: str | None) -> Iterator[str]:

@@ -106,6 +106,12 @@ class Overlap:
         """Busy share of T per class: the mean over the ranks of (f_i - w_i) / T, without the initial wait."""
         return tuple((sum(ends) - sum(waits)) / len(ends) for ends, waits in zip(self.finish, self.slack, strict=True))
 
+    @property
+    def periods(self) -> tuple[float, ...]:
+        """Least time between two prompts of a class, divided by T: the longest f_i - w_i, that of the bottleneck."""
+        pairs = zip(self.finish, self.slack, strict=True)
+        return tuple(max(end - wait for end, wait in zip(ends, waits, strict=True)) for ends, waits in pairs)
+
     def run(
         self, length_class: int, alone_s: float, begin_s: float, free_s: Sequence[float]
     ) -> tuple[float, list[float]]:
@@ -188,6 +194,8 @@ def run_pool(pool: Pool) -> PoolRun:
     """Serve all requests in the order of arrival, which takes about 1 µs per request; packed steps take several µs."""
     if pool.service.packing is not None:
         return _run_packed(pool, pool.service.packing)
+    if _is_equal(pool):
+        return _run_equal(pool)
     service, overlap = pool.service, pool.service.overlap
     run, num_ranks = overlap.run, overlap.num_ranks
     free = [(-_NEVER, group) for group in range(pool.replicas)]
@@ -214,6 +222,40 @@ def run_pool(pool: Pool) -> PoolRun:
         group=np.array(groups, dtype=np.int64),
         busy_s=float(service.busy_s.sum()),
     )
+
+
+def _is_equal(pool: Pool) -> bool:
+    """Whether one group serves prompts that all take the same time."""
+    service = pool.service
+    if pool.replicas != 1 or service.hold_s.any():
+        return False
+    return bool((service.ttft_s == service.ttft_s[0]).all() and (service.length_class == service.length_class[0]).all())
+
+
+def _run_equal(pool: Pool) -> PoolRun:
+    """Serve equal prompts on one group, all at once: about 0.01 µs per request and rank.
+
+    For equal prompts, the rules of Overlap.run say that rank i is free for the next prompt f_i - w_i after the last
+    start that it sees. The largest of these periods, that of the bottleneck, therefore separates the starts that the
+    last rank sees; f_0 separates those on rank 0 unless senders wait for later ranks.
+    """
+    service = pool.service
+    length_class, alone_s = int(service.length_class[0]), float(service.ttft_s[0])
+    period_s = alone_s * service.overlap.periods[length_class]
+    first_s = alone_s * service.overlap.finish[length_class][0]
+    start_s = _starts_s(pool.arrival_s, period_s)
+    return PoolRun(
+        begin_s=start_s if service.overlap.holds else _starts_s(pool.arrival_s, first_s),
+        end_s=start_s + alone_s,
+        group=np.zeros(len(pool.arrival_s), dtype=np.int64),
+        busy_s=float(service.busy_s.sum()),
+    )
+
+
+def _starts_s(arrival_s: Array, period_s: float) -> Array:
+    """Starts in first-come order, at least a period apart: S_k = max(arrival_k, S_{k-1} + period)."""
+    shift_s = period_s * np.arange(len(arrival_s))
+    return np.asarray(np.maximum.accumulate(arrival_s - shift_s) + shift_s)
 
 
 def _run_packed(pool: Pool, packing: Packing) -> PoolRun:

@@ -22,6 +22,7 @@ import numpy as np
 from kvrsim.compile import build_program, columns, for_strategy
 from kvrsim.errors import InputError
 from kvrsim.executors import run
+from kvrsim.hardware import Cluster
 from kvrsim.interp import cell, log_interp
 from kvrsim.memory import fits, memory_of
 from kvrsim.program import Array, Compute, Program
@@ -252,17 +253,12 @@ class Prefills:
     def slack_s(self, chunks: Array, finish_s: Array, cached_prefix: int) -> Array:
         """Seconds by which each rank alone could begin later; 0 on a shared bus, where the slack is unknown."""
         slack_s = np.zeros_like(finish_s)
-        if self.shared:
-            return slack_s
         for rows in _alike(chunks.sum(axis=1)):
             scenario = self.at(cached_prefix, int(chunks[rows[-1]].sum()))
             late_s = self._host_s(chunks[rows], scenario)
             program = build_program(scenario, self.strategy, columns(chunks[rows]))
-            delay_s = _FAR * float(finish_s[rows].max())
-            for rank in range(1, self.num_ranks):
-                ends_s = run.run_program(_delay(program, rank, delay_s), scenario.cluster).T + late_s
-                slack_s[rows, rank] = (delay_s - (ends_s - finish_s[rows])).min(axis=1) - 1e-9 * delay_s
-        return np.maximum(0.0, slack_s)
+            slack_s[rows] = slack_of(program, scenario.cluster, finish_s[rows] - late_s)
+        return slack_s
 
     def pieces(self, lengths: Lengths, cached_prefix: int) -> Lengths:
         """Number of pieces of a pipeline at each length: doubled while TTFT falls by at least _GAIN, as in a plan."""
@@ -321,6 +317,26 @@ class Prefills:
     def _fits(self, cached_prefix: int, partition: Partition) -> bool:
         scenario = self.at(cached_prefix, partition.num_tokens)
         return fits(scenario, memory_of(scenario, self.strategy, partition))
+
+
+def overlaps(strategy: Strategy) -> bool:
+    """Whether ranks of a strategy work on several prompts at a time: the stages of a pipeline, and chains."""
+    return strategy.pipeline is not None or strategy.partition_rule == "search"
+
+
+def slack_of(program: Program, cluster: Cluster, finish_s: Array) -> Array:
+    """Seconds by which each rank alone could begin later without delaying any rank; 0 on a bus, where it is unknown.
+
+    finish_s: finish time of each rank in the program, shape (B, ranks), which is also the result's.
+    """
+    slack_s = np.zeros_like(finish_s)
+    if cluster.shares_bandwidth:
+        return slack_s
+    delay_s = _FAR * float(finish_s.max())
+    for rank in range(1, finish_s.shape[1]):
+        ends_s = run.run_program(_delay(program, rank, delay_s), cluster).T
+        slack_s[:, rank] = (delay_s - (ends_s - finish_s)).min(axis=1) - 1e-9 * delay_s
+    return np.maximum(0.0, slack_s)
 
 
 def _alike(tokens: Array) -> Iterable[Lengths]:

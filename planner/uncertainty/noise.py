@@ -9,13 +9,14 @@ import numpy as np
 
 from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
-from kvrsim.executors.run import ttft_s
+from kvrsim.executors.run import ttft_s as noisy_s
 from kvrsim.noise import Distribution, Noise, NoiseDraw, SideTraffic, parse_noise
 from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 
 if TYPE_CHECKING:
+    from planner.candidates import Candidate, Search
     from planner.processes import Pool
 
 DEFAULT_SAMPLES, MAX_SAMPLES = 200, 100_000
@@ -54,6 +55,15 @@ class Disturbance:
         """The scenario with the noise's slow GPUs and links, so that searches and bounds include them."""
         return replace(scenario, cluster=self.noise.place_on(scenario.cluster))
 
+    def even_s(self, scenario: Scenario, candidate: Candidate, search: Search) -> float:
+        """TTFT of the candidate's strategy without noise on the even machine, with the best partition there.
+
+        scenario: with all GPUs, before `with_fixed_part`. A partition that the user has given is kept.
+        """
+        if not self.noise.slow_gpus and not self.noise.slow_links:
+            return candidate.ttft_s
+        return search.candidate(scenario, candidate.strategy).ttft_s
+
     def draw(self, scenario: Scenario) -> NoiseDraw | None:
         """The draw of sample 0; None if the noise is not random."""
         return NoiseDraw(self.noise, scenario.cluster.num_gpus, seed=self.seed) if self.noise.is_random else None
@@ -63,16 +73,20 @@ class Disturbance:
         scenario: Scenario,
         strategy: Strategy,
         partition: Partition,
-        quiet_s: float,
+        ttft_s: float,
         *,
+        even_s: float,
         first: int = 0,
         on_progress: OnProgress | None = None,
     ) -> Distribution:
-        """TTFTs of all samples, numbered from `first`; `quiet_s`: TTFT without the random part. scenario: per rank."""
+        """TTFTs of all samples, numbered from `first`; scenario: per rank.
+
+        ttft_s: TTFT without the random part of the noise. even_s: TTFT without noise, on the even machine.
+        """
         if not self.noise.is_random:
-            return Distribution.of([quiet_s], quiet_s=quiet_s, seed=self.seed)
+            return Distribution.of([ttft_s], quiet_s=even_s, seed=self.seed)
         num_gpus = scenario.cluster.num_gpus
-        self.check_length(quiet_s, num_gpus)
+        self.check_length(ttft_s, num_gpus)
         samples = range(first, first + self.num_samples)
         step = max(1, int(_MOST_FACTORS / _factors(scenario, num_gpus)))
         parts = list[Array]()
@@ -80,8 +94,8 @@ class Disturbance:
             if on_progress is not None:
                 on_progress(done, len(samples), f"{strategy.name}: samples of noise")
             draw = NoiseDraw(self.noise, num_gpus, seed=self.seed, samples=samples[done : done + step])
-            parts.append(ttft_s(scenario, strategy, np.array([partition.chunk_lens]), draw=draw)[0])
-        return Distribution.of(np.concatenate(parts).tolist(), quiet_s=quiet_s, seed=self.seed)
+            parts.append(noisy_s(scenario, strategy, np.array([partition.chunk_lens]), draw=draw)[0])
+        return Distribution.of(np.concatenate(parts).tolist(), quiet_s=even_s, seed=self.seed)
 
     def check_length(self, quiet_s: float, num_gpus: int) -> None:
         """Raise InputError if the slots of side traffic do not fit in memory; quiet_s: TTFT without noise, seconds.

@@ -31,7 +31,11 @@ STRATEGY = Strategy(name="mine", title="no send", source="a test", partition_rul
 FLEET = ("llama-3.1-8b", "8xh100", "--requests", "trace.csv", "--slo-ttft", "2s")
 # For each persona: command, exit code, and parts of the output.
 ENGINEER = (
-    ("plan meta-llama/Llama-3.1-8B-Instruct 4xh100 --ctx 16k", 0, ("Run ", "Promise ", "Because ", "Engines today")),
+    (
+        "plan meta-llama/Llama-3.1-8B-Instruct 4xh100 --ctx 16k",
+        0,
+        ("Run ", "Expect ", "90 % sure", "Because ", "Engines today"),
+    ),
     ("plan -h", 0, ("--help-all", "Example")),
     ("plan llama-3.1-8b 4xh100 --ctx 16k --tp 4", 2, ("accepted: --strategies tp8",)),
     ("plan llama-3.1-8b 4xh100 --ctx 16k --strategies tp4,pp4", 0, ("tp", "pp")),

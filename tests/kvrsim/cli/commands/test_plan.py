@@ -207,8 +207,9 @@ def test_the_first_screen_says_what_to_run_what_to_promise_and_why(capsys: pytes
     run, promise, because, *_ = (out := screen(capsys, *LONG)).splitlines()
     best = plan["best"]
     assert run.startswith(f"Run {best['strategy']} on 8 GPUs")
-    assert promise.startswith(f"Promise {format_seconds(plan['promise']['ttft_s'])} (one-sided 90 %, idle)")
-    assert plan["promise"]["ttft_s"] == best["ttft_high_s"]
+    assert format_seconds(plan["promise"]["expected_s"]) in promise
+    assert format_seconds(plan["promise"]["high_s"]) in promise
+    assert (plan["promise"]["expected_s"], plan["promise"]["high_s"]) == (best["ttft_s"], best["ttft_high_s"])
     assert because.startswith(f"Because {plan['limits'][0]['operation']} limit")
     assert "2 do not fit (the fastest, kvr-s, would need" in out
     assert "lower bound" not in out
@@ -221,9 +222,35 @@ def test_the_first_screen_says_what_to_run_what_to_promise_and_why(capsys: pytes
 def test_a_target_that_load_misses_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("plan", "--gpus", "2", "--ctx", "2k", "--strategies", "tp,tsp", "--slo", "10s")
     idle = answer(capsys, *arguments)["promise"]
-    assert (idle["meets"], idle["rate_per_s"]) == (True, None)
+    assert (idle["meets"], idle["at_rate"]) == (True, None)
     busy = answer(capsys, *arguments, "--rate", 2 * idle["most_rate_per_s"], code=1)["promise"]
     assert busy["meets"] is False
+    assert busy["at_rate"]["high_s"] is None or busy["at_rate"]["high_s"] > 10
+    assert busy["at_rate"]["percentile"] == 90
+
+
+def test_noise_decides_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    """A target between the quiet TTFT's upper end and the noise's percentile is missed."""
+    question = ("plan", "--gpus", "4", "--ctx", "8k", "--strategies", "kvr-s,tsp")
+    quiet = answer(capsys, *question)["promise"]["high_s"]
+    noise = ("--noise", "paper", "--samples", "40")
+    noisy = answer(capsys, *question, *noise)
+    best = next(one for one in noisy["strategies"] if one["strategy"] == noisy["best"]["strategy"])
+    assert noisy["promise"]["expected_s"] == best["under_noise"]["mean_s"]
+    assert noisy["promise"]["under_noise"]["expected_s"] <= best["under_noise"]["p95_s"]
+    assert quiet < noisy["promise"]["under_noise"]["high_s"]
+    target = (quiet + noisy["promise"]["under_noise"]["high_s"]) / 2
+    assert answer(capsys, *question, "--slo", target)["promise"]["meets"] is True
+    assert answer(capsys, *question, *noise, "--slo", target, code=1)["promise"]["meets"] is False
+
+
+def test_a_slow_gpu_is_compared_with_the_even_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    question = ("plan", "--gpus", "4", "--ctx", "8k", "--strategies", "kvr-s,tsp")
+    even = {one["strategy"]: one for one in answer(capsys, *question)["strategies"]}
+    slow = answer(capsys, *question, "--noise", "slow-gpu:2x1.3")["strategies"]
+    for one in slow:
+        assert one["under_noise"]["mean_increase"] == pytest.approx(one["ttft_s"] / even[one["strategy"]]["ttft_s"] - 1)
+        assert one["under_noise"]["mean_increase"] > 0.05
 
 
 def test_emit_launches_what_the_engine_has_and_says_what_it_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
