@@ -39,7 +39,7 @@ from planner.candidates import (
     ttft_of,
 )
 from planner.deploy_engines import engines_with, launching_engine, layout_on_gpus
-from planner.promise import promise_of
+from planner.outlook import promise_of
 from planner.search.bound import lower_bound_s
 from planner.search.search import search
 from planner.uncertainty.intervals import is_indistinguishable, measured_coverage, provenance
@@ -79,10 +79,8 @@ def make_plan(
     """
     search = _for_engine(search or Search(), scenario)
     compared = strategies_to_compare(scenario, strategies, noisy=disturbance is not None, engine=search.engine)
-    even = scenario
-    if disturbance is not None:
-        scenario = disturbance.with_fixed_part(scenario)
-    ranking = Ranking.of(scenario, even, compared, search, disturbance)
+    ranking = Ranking.of(scenario, compared, search, disturbance)
+    scenario = ranking.scenario
     results = [ranking.result(one) for one in ranking.ranked]
     first = next(one for one in results if one.strategy == ranking.best.strategy.name)
     spans, untimed = ranking.timelines(timelines)
@@ -133,17 +131,13 @@ class Ranking:
 
     @classmethod
     def of(
-        cls,
-        scenario: Scenario,
-        even: Scenario,
-        compared: ComparedStrategies,
-        search: Search,
-        disturbance: Disturbance | None,
+        cls, even: Scenario, compared: ComparedStrategies, search: Search, disturbance: Disturbance | None
     ) -> Ranking:
         """Search the partition of every strategy; strategies near KVR's chain start from its partition.
 
         even: the scenario without the slow GPUs and links of the disturbance.
         """
+        scenario = even if disturbance is None else disturbance.with_fixed_part(even)
         for strategy in compared.strategies:  # raise errors before the first search
             if disturbance is not None:
                 disturbance.check(strategy)
@@ -366,7 +360,8 @@ def _under_noise(
 
     pool = disturbance.pool or Pool()
     alone = replace(disturbance, pool=None)
-    work = [(one, disturbance.even_s(even, one, search), alone) for one in candidates]
+    even_s = [(one if disturbance.is_even else search.candidate(even, one.strategy)).ttft_s for one in candidates]
+    work = [(*pair, alone) for pair in zip(candidates, even_s, strict=True)]
     each = pool.run_in_order(_distribution, work, "strategies under noise", search.on_progress)
     return {one.strategy.name: noisy for one, noisy in zip(candidates, each, strict=True)}
 

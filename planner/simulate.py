@@ -56,7 +56,7 @@ def run_simulation(
     finish_s, spans, noisy, table = candidate.finish_s, None, None, None
     if disturbance is not None:
         disturbance.check_length(candidate.ttft_s, per_rank.cluster.num_gpus)
-        even_s = disturbance.even_s(even, candidate, search)
+        even_s = (candidate if disturbance.is_even else search.candidate(even, own)).ttft_s
         noisy = disturbance.distribution(
             per_rank, own, partition, candidate.ttft_s, even_s=even_s, on_progress=search.on_progress
         )

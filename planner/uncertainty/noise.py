@@ -16,7 +16,6 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 
 if TYPE_CHECKING:
-    from planner.candidates import Candidate, Search
     from planner.processes import Pool
 
 DEFAULT_SAMPLES, MAX_SAMPLES = 200, 100_000
@@ -55,14 +54,10 @@ class Disturbance:
         """The scenario with the noise's slow GPUs and links, so that searches and bounds include them."""
         return replace(scenario, cluster=self.noise.place_on(scenario.cluster))
 
-    def even_s(self, scenario: Scenario, candidate: Candidate, search: Search) -> float:
-        """TTFT of the candidate's strategy without noise on the even machine, with the best partition there.
-
-        scenario: with all GPUs, before `with_fixed_part`. A partition that the user has given is kept.
-        """
-        if not self.noise.slow_gpus and not self.noise.slow_links:
-            return candidate.ttft_s
-        return search.candidate(scenario, candidate.strategy).ttft_s
+    @property
+    def is_even(self) -> bool:
+        """Whether all GPUs and all links are alike; else TTFT without noise is that of another scenario."""
+        return not self.noise.slow_gpus and not self.noise.slow_links
 
     def draw(self, scenario: Scenario) -> NoiseDraw | None:
         """The draw of sample 0; None if the noise is not random."""

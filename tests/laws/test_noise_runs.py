@@ -179,7 +179,7 @@ def test_jitter_and_slow_gpus_on_a_bus() -> None:
     result = run_simulation(quiet, strategy="kvr-e", disturbance=noise)
     assert result.noisy is not None
     assert len({result.ttft_s, result.noisy.worst_s, result.noisy.quiet_s}) == 3
-    assert result.noisy.quiet_s > run_simulation(quiet, strategy="kvr-e").ttft_s
+    assert result.noisy.quiet_s == run_simulation(quiet, strategy="kvr-e").ttft_s
 
 
 def test_the_answer_under_noise() -> None:

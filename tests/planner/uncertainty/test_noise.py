@@ -40,7 +40,8 @@ def test_samples_in_blocks_are_those_of_one_block(topology: str, monkeypatch: py
 
     def distribution(reports: list[float]) -> Distribution:
         own = candidate.per_rank, KVR, candidate.partition, candidate.ttft_s
-        return disturbance.distribution(*own, on_progress=lambda done, total, text: reports.append(done))
+        even_s = candidate.ttft_s
+        return disturbance.distribution(*own, even_s=even_s, on_progress=lambda done, total, text: reports.append(done))
 
     whole, blocks = list[float](), list[float]()
     expected = distribution(whole)

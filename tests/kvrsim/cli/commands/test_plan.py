@@ -239,7 +239,7 @@ def test_noise_decides_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None
     assert noisy["promise"]["expected_s"] == best["under_noise"]["mean_s"]
     assert noisy["promise"]["under_noise"]["expected_s"] <= best["under_noise"]["p95_s"]
     assert quiet < noisy["promise"]["under_noise"]["high_s"]
-    target = (quiet + noisy["promise"]["under_noise"]["high_s"]) / 2
+    target = f"{(quiet + noisy['promise']['under_noise']['high_s']) / 2}s"
     assert answer(capsys, *question, "--slo", target)["promise"]["meets"] is True
     assert answer(capsys, *question, *noise, "--slo", target, code=1)["promise"]["meets"] is False
 
