@@ -48,7 +48,6 @@ from planner.uncertainty.intervals import is_indistinguishable, measured_coverag
 if TYPE_CHECKING:
     from kvrsim.noise import Distribution
     from kvrsim.results.results import Shortfall
-    from kvrsim.results.timeline import Timeline
     from planner.uncertainty.noise import Disturbance
 
 MOST_SPANS = 200_000  # maximum number of spans of all timelines except the first; a browser handles this number
@@ -83,9 +82,13 @@ def make_plan(
     scenario = ranking.scenario
     results = [ranking.result(one) for one in ranking.ranked]
     first = next(one for one in results if one.strategy == ranking.best.strategy.name)
-    spans, untimed = ranking.timelines(timelines)
+    timed, untimed = ranking.timed(timelines)
     return Plan.of(
-        {"bounds": ranking.bounds},
+        {
+            "bounds": ranking.bounds,
+            "timeline": lambda: ranking.best.timeline if timelines else None,
+            "timelines": lambda: {one.strategy.name: one.timeline for one in timed},
+        },
         question=_question(scenario, strategies, search, disturbance, seed),
         first=first,
         strategies=tuple(results),
@@ -97,8 +100,6 @@ def make_plan(
         rests_on=provenance(scenario),
         warnings=(*warnings, *compared.notes, *ranking.notes(search), *untimed),
         interval_coverage=measured_coverage(scenario),
-        timeline=spans.get(first.strategy),
-        timelines=spans if timelines == "all" else {},
         noise=_noise_report(disturbance),
         shortfall=_shortfall(ranking),
         promise=ranking.promise(target or TargetArgs(), seed) if first.fits else None,
@@ -286,20 +287,19 @@ class Ranking:
             unsearched=self.unsearched,
         )
 
-    def timelines(self, which: Literal["best", "all"] | None) -> tuple[dict[str, Timeline], list[str]]:
-        """Timelines by strategy, the best strategy first, and a note on strategies with too many spans."""
-        if which is None:
-            return {}, []
-        spans: dict[str, Timeline] = {}
-        missing, room = [], MOST_SPANS
-        for one in sorted(self.ranked, key=lambda one: one is not self.best) if which == "all" else (self.best,):
+    def timed(self, which: Literal["best", "all"] | None) -> tuple[list[Candidate], list[str]]:
+        """Candidates with a timeline, the best first, if all are wanted; a note on those with too many spans."""
+        timed = list[Candidate]()
+        missing = list[str]()
+        room = MOST_SPANS
+        for one in sorted(self.ranked, key=lambda one: one is not self.best) if which == "all" else ():
             count = span_count(one.program)
-            if spans and count > room:
+            if timed and count > room:
                 missing.append(one.strategy.name)
             else:
                 room -= count
-                spans[one.strategy.name] = one.timeline
-        return spans, [note("timelines", strategies=", ".join(missing), most=MOST_SPANS)] if missing else []
+                timed.append(one)
+        return timed, [note("timelines", strategies=", ".join(missing), most=MOST_SPANS)] if missing else []
 
     # -- notes
 

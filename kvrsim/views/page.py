@@ -77,6 +77,8 @@ class Page:
     scripts: Sequence[str] = ()  # files of kvrsim/views/assets, in the order in which they run
     live: bool = False  # whether scripts ask the server that the page is from (`kvrsim serve`)
     strategies: Sequence[str] = ()  # further strategies that need a colour, such as hybrids
+    command: str | None = field(default_factory=command_line)  # command that makes the page; None: unknown
+    framed: bool = False  # whether the page is part of another one, which has the title, the answer and the colours
 
 
 def write_page(page: Page, path: str | Path, *, argument: str = "plot") -> None:
@@ -110,7 +112,8 @@ def render(page: Page) -> str:
         Html(f'<script type="application/octet-stream" id="kv-data">{pack(page.data)}</script>'),
         *(Html(f"<script>{script}</script>") for script in scripts),
     )
-    return f'<!DOCTYPE html>\n<html lang="en">\n{tag("head", *head)}\n{tag("body", *body)}\n</html>\n'
+    whole = tag("html", tag("head", *head), tag("body", *body), lang="en", data_framed=page.framed)
+    return f"<!DOCTYPE html>\n{whole}\n"
 
 
 def pack(data: Mapping[str, Any]) -> str:
@@ -140,14 +143,13 @@ def _hashes(contents: Sequence[str]) -> str:
 
 
 def _header(page: Page) -> Html:
-    command = command_line()
     facts = {**page.facts, "version": f"kvrsim {__version__}"}
     links = (
         tag("div", tag("dt", label), tag("dd", value), class_="long" if len(value) > _LONG else None)
         for label, value in facts.items()
         if value
     )
-    code = () if command is None else (tag("p", tag("code", command, id="command"), class_="command"),)
+    code = () if page.command is None else (tag("p", tag("code", page.command, id="command"), class_="command"),)
     switch = tag("button", "Dark", id="kv-theme", type="button", class_="switch", aria_pressed="false")
     answer = (tag("p", line, class_="answer") for line in page.answer.split("\n") if line)
     question = tag("summary", " · ".join(filter(None, [*page.facts.values()][:_SHORT])) or "About this page")

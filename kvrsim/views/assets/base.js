@@ -300,6 +300,10 @@ const kv = (() => {
   }
 
   root.dataset.drawn = true; // until a script asks for data
+  if ("framed" in root.dataset && parent !== window) { // the page around this one gives it the height that it needs
+    const tell = () => parent.postMessage({ height: document.body.scrollHeight }, location.origin);
+    new ResizeObserver(() => requestAnimationFrame(tell)).observe(document.body);
+  }
   document.getElementById("kv-theme").addEventListener("click", () => paint(theme = theme === "dark" ? "light" : "dark"));
   paint(theme);
   document.querySelectorAll("table.sortable").forEach(sortable);

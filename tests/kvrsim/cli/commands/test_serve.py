@@ -1,102 +1,104 @@
-"""HTTP requests to the server of `kvrsim serve`."""
+"""`kvrsim serve` as a process: its address, its port, and how signals end it."""
 
 from __future__ import annotations
 
-import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
-from urllib.error import HTTPError
-from urllib.parse import urlencode
-from urllib.request import Request, urlopen
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-import kvrsim
-from kvrsim.cli.commands.serve import Answers, SupersededError, answer_lines
-from kvrsim.errors import InputError
-from tests.building.commands import page_data
-from tests.building.server import running_server
+from tests.building.server import ask, get, lines
 
-QUESTION = "model=llama-7b&cluster=a100-nvlink&gpus=2&ctx=2k&strategies=tsp,kvr-e"
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    with running_server("secret") as result:
-        yield result
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are listed in /proc")
+LONG = {  # a question whose search takes minutes
+    **{"model": "llama-3.1-405b", "cluster": "a100-10gbs-bus", "gpus": "256", "ctx": "256k"},
+    **{"strategies": "ring", "search_budget": "1000s"},
+}
 
 
-def get(url: str, host: str = "127.0.0.1") -> tuple[int, str]:
-    """Status and text of the answer to a request."""
+@pytest.fixture
+def served() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "kvrsim", "serve", "--port", str(port), "--no-browser"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    address = re.search(r"http://\S+/", process.stdout.readline())
+    assert address is not None
+    assert get(address[0])[0] == 200  # it answers
+    yield process, address[0]
+    process.kill()
+    process.communicate()
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    """Process ids of the searches."""
+    listed = Path(f"/proc/{process.pid}/task").glob("*/children")
+    return [int(word) for path in listed for word in path.read_text().split()]
+
+
+def runs(number: int) -> bool:
+    """Whether a process still runs; one that nobody has waited for has ended."""
     try:
-        with urlopen(Request(url, headers={"Host": host})) as response:
-            return response.status, response.read().decode()
-    except HTTPError as refused:
-        with refused:
-            return refused.code, refused.read().decode()
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
-def lines(text: str) -> list[dict[str, object]]:
-    return [json.loads(line) for line in text.splitlines()]
+@pytest.mark.parametrize("question", [LONG, None], ids=["searching", "idle"])
+def test_one_interrupt_ends_the_server_and_its_searches(served: Any, question: dict[str, str] | None) -> None:
+    process, address = served
+    if question is not None:
+        response = ask(address, question)
+    workers = children(process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    if question is not None:
+        assert "end" not in dict(enumerate(lines(response)))
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert not [number for number in workers if runs(number)]
 
 
-def test_an_answer_equals_the_api_and_its_page_holds_the_timelines(address: str) -> None:
-    *progress, last = lines(get(f"{address}answer?{QUESTION}")[1])
-    plan = kvrsim.plan(model="llama-7b", cluster="a100-nvlink", gpus=2, ctx="2k", strategies="tsp,kvr-e")
-    assert [one["ttft_s"] for one in last["plan"]["strategies"]] == [one.ttft_s for one in plan.strategies]  # type: ignore[index]
-    assert last["answer"]
-    assert all("progress" in line or "candidate" in line for line in progress)
-    candidates = [line["candidate"] for line in progress if "candidate" in line]
-    assert [one["ttft_s"] for one in candidates] == [plan[name].ttft_s for name in ("tsp", "kvr-e")]  # type: ignore[index]
-    _, page = get(f"{address}page?{QUESTION}")
-    assert len(page_data(page)["timelines"]) == 2
-    status, page = get(f"{address}compare?{urlencode([('pin', QUESTION), ('pin', QUESTION.replace('2k', '4k'))])}")
-    assert status == 200
-    assert "A and B compared" in page
+def test_a_file_that_never_ends_blocks_no_other_question_and_no_interrupt(served: Any, tmp_path: Path) -> None:
+    process, address = served
+    os.mkfifo(tmp_path / "pipe.json")
+    blocked = ask(address, {"model": str(tmp_path / "pipe.json"), "ctx": "1k"})
+    quick = ask(address, {"model": "llama-7b", "ctx": "1k", "gpus": "1", "strategies": "single"})
+    assert any("answer" in line for line in lines(quick))
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode == 130
+    blocked.close()
 
 
-@pytest.mark.parametrize(
-    ("query", "parameter"),
-    [
-        ("ctx=2k&model=nothing", "model"),
-        ("model=llama-7b", "ctx"),
-        ("ctx=2k&noise=jitter:1", "noise"),
-        ("ctx=2k&strategies=mine.py:ONE", "strategies"),
-    ],
-)
-def test_a_wrong_question_gets_one_line_that_names_the_parameter(address: str, query: str, parameter: str) -> None:
-    (line,) = lines(get(f"{address}answer?{query}")[1])
-    assert str(line["error"]).startswith(f"{parameter}: ")
-    assert get(f"{address}page?{query}")[0] == 422
+def test_a_search_ends_with_a_server_that_is_killed(served: Any) -> None:
+    process, address = served
+    response = ask(address, LONG)
+    workers = children(process)
+    assert workers
+    process.kill()
+    process.communicate()
+    while any(map(runs, workers)):
+        select.select([], [], [], 0.05)
+    response.close()
 
 
-def test_no_page_without_the_token_or_under_another_host_name(address: str) -> None:
-    for url, host, code in (
-        (address.replace("secret", "guess"), "127.0.0.1", 404),
-        (address.replace("secret/", ""), "127.0.0.1", 404),
-        (address, "attacker.example", 400),
-    ):
-        assert get(url, host)[0] == code
-
-
-def test_a_newer_question_ends_the_search() -> None:
-    answers = Answers()
-    question = {"model": "llama-7b", "cluster": "a100-nvlink", "gpus": "4", "ctx": "4k", "strategies": "tsp,kvr-s"}
-
-    def tell(_line: object) -> None:
-        answers.newest += 1
-
-    with pytest.raises(SupersededError):
-        answers.of(question, tell)
-    *_, last = lines("".join(answer_lines(answers, question)))
-    assert "plan" in last
-
-
-def test_answers_in_memory_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrsim.cli.commands.serve._MOST_ANSWERS", 2)
-    answers = Answers()
-    for ctx in ("1k", "2k", "3k"):
-        question = {"model": "llama-7b", "cluster": "a100-nvlink", "gpus": "1", "ctx": ctx, "strategies": "single"}
-        answers.of(question)
-    assert len(answers.kept) == 2
-    with pytest.raises(InputError, match="ctx"):
-        answers.of({})
+def test_a_port_in_use_is_one_line(served: Any) -> None:
+    _, address = served
+    port = re.search(r":(\d+)/", address)
+    assert port is not None
+    command = [sys.executable, "-m", "kvrsim", "serve", "--port", port[1], "--no-browser"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"kvrsim: error: --port: got '{port[1]}'")
+    assert done.stderr.count("\n") == 1
