@@ -93,18 +93,22 @@ class Sequences:
         """Decode steps of each sequence, one less than its tokens because prefill computes the first."""
         return np.where(np.isfinite(self.first_token_s), np.maximum(0.0, self.output_tokens - 1.0), 0.0)
 
-    @property
-    def mean_context(self) -> int:
-        """Mean context of a decode step, tokens."""
-        tokens = self.context_len + self.output_tokens / 2
-        return math.ceil(float((self.steps * tokens).sum() / self.steps.sum()))
-
     def most_at_once(self, tpot_s: float) -> int:
         """The largest number of sequences that are decoded at the same time."""
-        some = self.steps > 0
-        begin_s = np.sort(self.first_token_s[some])
-        end_s = np.sort((self.first_token_s + self.steps * tpot_s)[some])
-        return int((np.arange(1, len(begin_s) + 1) - np.searchsorted(end_s, begin_s, side="right")).max())
+        decoded = self.steps > 0
+        begin_s = np.sort(self.first_token_s[decoded])
+        end_s = np.sort((self.first_token_s + self.steps * tpot_s)[decoded])
+        at_once = np.arange(1, len(begin_s) + 1) - np.searchsorted(end_s, begin_s, side="right")
+        return int(at_once.max(initial=0))
+
+
+def mean_context(workloads: Sequence[Sequences]) -> int:
+    """Mean context of a decode step over all workloads, tokens; at least one sequence needs a step."""
+    tokens = sum(
+        float((sequences.steps * (sequences.context_len + sequences.output_tokens / 2)).sum())
+        for sequences in workloads
+    )
+    return math.ceil(tokens / sum(float(sequences.steps.sum()) for sequences in workloads))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,48 +133,95 @@ class DecodeFleet:
         return fields_to_json(self) | {"meaning": MEANING}
 
 
-def decode_fleet(scenario: Scenario, limits: FleetLimits, sequences: Sequences, tpot_s: float) -> DecodeFleet | str:
-    """The smallest or cheapest fleet that decodes the sequences within the TPOT, or the reason why there is none."""
-    context, at_once = sequences.mean_context, sequences.most_at_once(tpot_s)
-    fleets: list[DecodeFleet] = []
-    fastest_s = math.inf
-    for size in limits.sizes:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _DecodeGroup:
+    """Groups of one size that decode, at one mean context."""
+
+    gpus: int
+    per_rank: Scenario
+    room: int  # sequences whose caches fit in memory beside the weights
+    in_time: int  # the largest batch of these whose step is within the TPOT; 0: none
+
+
+class Decoding:
+    """Sizes the fleets that decode within a TPOT. The batches of groups are kept per mean context."""
+
+    def __init__(self, scenario: Scenario, limits: FleetLimits, tpot_s: float) -> None:
+        self.scenario, self.limits, self.tpot_s = scenario, limits, tpot_s
+        self._groups: dict[int, list[_DecodeGroup]] = {}
+        self._step_s: dict[tuple[int, int, int], float] = {}  # key: GPUs, batch, context
+
+    def fleet(self, workloads: Sequence[Sequences]) -> DecodeFleet | str:
+        """The smallest or cheapest fleet that decodes each workload's sequences, or the reason why there is none.
+
+        The fleet has room for the workload with the most sequences at one time, at the mean context of all. At least
+        one sequence needs a decode step.
+        """
+        context = mean_context(workloads)
+        at_once = max(sequences.most_at_once(self.tpot_s) for sequences in workloads)
+        groups = self._groups_at(context)
+        fleets = [self._fleet(group, context, at_once) for group in groups if group.in_time]
+        if fleets:
+            return min(fleets, key=lambda one: (self.limits.cost(one.gpus_per_group) * one.replicas, one.num_gpus))
+        reason = "its cache does not fit beside the weights"
+        if groups:
+            least_s = min(self._seconds(group, 1, context) for group in groups)
+            reason = f"a step of one sequence takes at least {1e3 * least_s:.3g} ms"
+        return f"no group decodes at {1e3 * self.tpot_s:g} ms per token: {reason}"
+
+    def least_tpot_s(self, workloads: Sequence[Sequences]) -> float | None:
+        """The shortest step of one sequence at the mean context; None: no sequence fits in memory."""
+        context = mean_context(workloads)
+        return min((self._seconds(group, 1, context) for group in self._groups_at(context)), default=None)
+
+    def _groups_at(self, context: int) -> list[_DecodeGroup]:
+        """Groups of each size in whose memory a sequence fits."""
+        if context not in self._groups:
+            groups = (self._group(size, context) for size in self.limits.sizes)
+            self._groups[context] = [group for group in groups if group is not None]
+        return self._groups[context]
+
+    def _group(self, size: int, context: int) -> _DecodeGroup | None:
+        """None: the model cannot be split over these GPUs, or no sequence fits."""
         try:
-            per_rank = decoding_rank(scenario, size)
+            per_rank = decoding_rank(self.scenario, size)
         except InputError:  # the heads are not divisible by the size, or the group would span nodes
-            continue
+            return None
         width = per_rank.request.dtype_bytes
         free = per_rank.memory_limit.nbytes - RUNTIME_BYTES - per_rank.share.weight_bytes(width)
         room = min(MAX_BATCH, math.floor(free / per_rank.share.cache_bytes(context, width)))
         if room < 1:
-            continue
-        fastest_s = min(fastest_s, step_s(per_rank, 1, context))
+            return None
+        in_time = largest(lambda batch: step_s(per_rank, batch, context) <= self.tpot_s, room)
+        return _DecodeGroup(gpus=size, per_rank=per_rank, room=room, in_time=in_time)
 
-        def is_in_time(batch: int, per_rank: Scenario = per_rank) -> bool:
-            return step_s(per_rank, batch, context) <= tpot_s
+    def _seconds(self, group: _DecodeGroup, batch: int, context: int) -> float:
+        key = group.gpus, batch, context
+        if key not in self._step_s:
+            self._step_s[key] = step_s(group.per_rank, batch, context)
+        return self._step_s[key]
 
-        batch = largest(is_in_time, min(room, at_once))
-        if batch:
-            replicas, taken_s = math.ceil(at_once / batch), step_s(per_rank, batch, context)
-            fleets.append(
-                DecodeFleet(
-                    num_gpus=size * replicas,
-                    gpus_per_group=size,
-                    replicas=replicas,
-                    strategy="single" if size == 1 else "tp",
-                    batch=batch,
-                    limited_by="memory" if batch == room else "requests" if batch == at_once else "tpot",
-                    step_s=taken_s,
-                    tpot_s=tpot_s,
-                    context_tokens=context,
-                    sequences_at_once=at_once,
-                    tokens_per_s=replicas * batch / taken_s,
-                    cost_per_hour=limits.prices[size] * size * replicas if limits.prices else None,
-                )
-            )
-    if fleets:
-        return min(fleets, key=lambda one: (limits.cost(one.gpus_per_group) * one.replicas, one.gpus_per_group))
-    reason = "its cache does not fit beside the weights"
-    if math.isfinite(fastest_s):
-        reason = f"a step of one sequence takes at least {1e3 * fastest_s:.3g} ms"
-    return f"no group decodes at {1e3 * tpot_s:g} ms per token: {reason}"
+    def _fleet(self, group: _DecodeGroup, context: int, at_once: int) -> DecodeFleet:
+        batch = min(group.in_time, at_once)
+        limited_by: Literal["memory", "tpot", "requests"] = "tpot"
+        if batch == group.room:
+            limited_by = "memory"
+        elif batch == at_once:
+            limited_by = "requests"
+        replicas = math.ceil(at_once / batch)
+        taken_s = self._seconds(group, batch, context)
+        prices = self.limits.prices
+        return DecodeFleet(
+            num_gpus=group.gpus * replicas,
+            gpus_per_group=group.gpus,
+            replicas=replicas,
+            strategy="single" if group.gpus == 1 else "tp",
+            batch=batch,
+            limited_by=limited_by,
+            step_s=taken_s,
+            tpot_s=self.tpot_s,
+            context_tokens=context,
+            sequences_at_once=at_once,
+            tokens_per_s=replicas * batch / taken_s,
+            cost_per_hour=prices[group.gpus] * group.gpus * replicas if prices else None,
+        )

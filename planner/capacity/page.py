@@ -7,7 +7,7 @@ page interpolates nothing: at another target, percentile or price it shows one o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from kvrsim.views.page import CHARTS, Page, Section, Summary, facts_of, items, j
 from kvrsim.views.style import DIM, INK, chart_style
 from kvrsim.views.table import Cell, Column, Table, columns, seconds_cell
 from planner.capacity.fleet import FleetRun, Indices
-from planner.capacity.result import CapacityPlan
+from planner.capacity.result import CapacityPlan, FleetAnswer, format_share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,17 +43,36 @@ def headline(plan: CapacityPlan) -> str:
 
 
 def verdict(plan: CapacityPlan) -> str:
-    """One line about the answer."""
+    """The answer, or the reason why there is none."""
     fleet = plan.first
     reached = format_time(fleet.target_ttft_s)
     if plan.answer is not None:
-        return f"{size_and_price(plan)}: {fleet.describe()}. {plan.percentile:g}th percentile {reached}."
+        served = "" if fleet.unserved == 0 else f" It serves {served_words(fleet)}."
+        return f"{size_and_price(plan)}: {fleet.describe()}. {ordinal(plan.percentile)} percentile {reached}.{served}"
     if fleet.unserved == fleet.requests:
         return f"No fleet meets the target. None serves any of the {fleet.requests} requests."
-    result = f"has a {plan.percentile:g}th percentile of {reached}"
+    if fleet.no_decode is not None:
+        return f"No fleet meets the target: {fleet.no_decode}. {fleet.describe()} would meet the TTFT."
+    result = f"has a {ordinal(plan.percentile)} percentile of {reached}"
     if math.isinf(fleet.target_ttft_s):
-        result = f"never serves {fleet.unserved} of {fleet.requests} requests"
+        result = f"serves {served_words(fleet)}"
+    elif fleet.target_ttft_s <= plan.slo_ttft_s:
+        result += ", but the upper end of its interval is above the target"
     return f"No fleet meets the target. The nearest miss, {fleet.describe()}, {result}."
+
+
+def served_words(fleet: FleetAnswer) -> str:
+    """The share of the requests that a fleet serves: "97 % of the requests; the rest does not fit in its memory"."""
+    share = format_share(fleet.served_share)
+    longest = "" if fleet.longest_served is None else f" (it takes prompts of up to {fleet.longest_served} tokens)"
+    return f"{share} of the requests; the rest does not fit in its memory{longest}"
+
+
+def ordinal(percentile: float) -> str:
+    """A percentile in words: 95th, 91st, 99.9th."""
+    last = f"{percentile:g}"[-2:]
+    ending = "th" if last in ("11", "12", "13") or "." in f"{percentile:g}" else ""
+    return f"{percentile:g}{ending or {'1': 'st', '2': 'nd', '3': 'rd'}.get(last[-1], 'th')}"
 
 
 def size_and_price(plan: CapacityPlan) -> str:
@@ -82,18 +101,17 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
         yield "interval", f"80 % from {ends}, model and sampling together; {safe} the target of {target}"
     if plan.answer is not None:
         yield "engines", fleet.engine or "no engine has all of these strategies (--only-deployable vllm|sglang|trtllm)"
-    if (growth := fleet.growth) is not None:
-        text = "the fleet has no room for 1.1 times"
-        if growth.serves > 1:
-            text = f"the fleet serves {growth.serves:g} times these requests"
-        if growth.next is not None:
-            gpus = None if growth.num_gpus is None else _sum_of(growth.num_gpus, growth.decode_gpus)
-            text += f"; {growth.next:g} times need {gpus or 'more GPUs than --max-gpus'}"
-        yield "traffic", text
+    if plan.growth:
+        yield "traffic", growth_words(plan)
     for change in plan.would_meet:
         yield "would meet", change
     if fleet.unserved:
-        yield "unserved", f"{fleet.unserved} of {fleet.requests} never served; they count as late"
+        share = format_share(fleet.unserved / fleet.requests)
+        yield "unserved", f"{share} of the requests are never served; they count as late"
+    if (more := plan.serves_more) is not None:
+        price = "" if more.total_cost_per_hour is None else f", {more.total_cost_per_hour:.4g} $/h"
+        gpus = f"{more.total_gpus} GPUs{price}: {more.describe()}"
+        yield "serves more", f"{format_share(more.served_share)} of the requests with {gpus}"
     if sent is not None and fleet.p50_kv_transfer_s is not None and fleet.p99_kv_transfer_s is not None:
         rate = "" if sent.mean_bytes_per_s is None else f", {format_bandwidth(sent.mean_bytes_per_s)} in all"
         after = f"{format_seconds(fleet.p50_kv_transfer_s)} (p50) and {format_seconds(fleet.p99_kv_transfer_s)} (p99)"
@@ -111,16 +129,36 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
     rate = "" if workload["rate_per_s"] is None else f", {workload['rate_per_s']:.3g} a second"
     contexts = f"contexts of {lengths['p50']} (p50), {lengths['p99']} (p99) and at most {lengths['max']} tokens"
     counts = f"{workload['requests']} in {workload['duration_s']:.6g} s{rate}"
+    if len(fleet.runs) > 1:
+        counts += f", in each of {len(fleet.runs)} random samples"
     yield "requests", f"{counts}; {contexts}, {workload['cached_share']:.0%} of them cached"
+
+
+def growth_words(plan: CapacityPlan) -> str:
+    """The GPUs for more requests: "1.5 times the requests need 8 GPUs, as now; 2 times 12 GPUs"."""
+    texts: list[str] = []
+    for growth in plan.growth:
+        need = " the requests need" if not texts else ""
+        gpus = "more GPUs than --max-gpus"
+        if growth.num_gpus is not None:
+            gpus = f"{growth.num_gpus} GPU{'s' * (growth.num_gpus > 1)}"
+            if growth.num_gpus == plan.first.total_gpus:
+                gpus += ", as now"
+            elif growth.cost_per_hour is not None:
+                gpus += f", {growth.cost_per_hour:.4g} $/h"
+        texts.append(f"{growth.times:g} times{need} {gpus}")
+    with_decoding = " (decoding included)" if plan.first.decode is not None else ""
+    return "; ".join(texts) + with_decoding
 
 
 def group_table(plan: CapacityPlan) -> Table:
     """Table of the groups that serve each range of lengths: one row per range."""
-    rows = columns("new tokens", "groups", "strategy, share of time", ">requests")
+    rows = columns("new tokens", "groups", "strategy, share of time", ">share of requests")
     for group in plan.first.groups:
         strategies = ", ".join(f"{name} {share:.0%}" for name, share in group.strategies.items()) or "none"
         low, high = group.context_range
-        rows.add_row(f"{low} to {high}", group.groups(), strategies, str(group.requests))
+        share = format_share(group.requests / plan.first.requests)
+        rows.add_row(f"{low} to {high}", group.groups(), strategies, share)
     return rows
 
 
@@ -128,9 +166,14 @@ def fleet_table(plan: CapacityPlan) -> Table:
     """The answer or the nearest miss, and the alternatives."""
     fleets = [plan.first, *plan.alternatives]
     priced = any(fleet.cost_per_hour is not None for fleet in fleets)
+    decodes = any(fleet.decode is not None for fleet in fleets)
+    serves_all = all(fleet.unserved == 0 for fleet in fleets)
     ranks = {"p95": 2, "p50": 3, "max": 4, "utilised": 5}  # columns that narrow screens leave out
-    titles = ("GPUs", "p50", "p95", "p99", "max", "in target", "utilised", *["cost/hour"] * priced)
-    hints = {"utilised": "Busy share of all GPU time"}
+    titles = ("GPUs", "p50", "p95", "p99", "max", "in target", "utilised", *["$/hour"] * priced)
+    titles = (*titles[:6], *["served"] * (not serves_all), *titles[6:])
+    hints = {"utilised": "Busy share of the time of the GPUs that prefill", "served": "Share of requests ever served"}
+    if decodes:
+        hints |= {"GPUs": "Prefill and decoding", "$/hour": "Prefill and decoding"}
     numbers = (
         Column(title=title, number=True, rank=ranks.get(title, 1), hint=hints.get(title, "")) for title in titles
     )
@@ -144,6 +187,7 @@ def fleet_table(plan: CapacityPlan) -> Table:
             str(fleet.total_gpus),
             *(seconds_cell(one) if math.isfinite(one) else Cell(shown=format_time(one)) for one in times),
             Cell(shown=f"{fleet.in_time:.2%}", value=fleet.in_time),
+            *([] if serves_all else [Cell(shown=format_share(fleet.served_share), value=fleet.served_share)]),
             Cell(shown=f"{fleet.utilisation:.0%}", value=fleet.utilisation),
             *([] if cost is None else [Cell(shown=f"{cost:.2f}", value=cost)]),
             style="bold" if number == 0 and plan.answer is not None else None,
@@ -157,36 +201,63 @@ def format_time(seconds: float) -> str:
 
 
 def figure(plan: CapacityPlan) -> Figure:
-    """The Pareto front of fleets: the requested percentile of TTFT over cost or GPUs, with target and answer."""
-    points = plan.pareto()
-    priced = any(point.cost_per_hour is not None for point in points)
-    cost = [point.cost_per_hour or point.num_gpus for point in points]
-    fleet = plan.first
-    head = Head(title=verdict(plan), subtitle=_question(plan), width=_WIDTH)
+    """The fleets that no cheaper one beats: the requested percentile of TTFT over cost or GPUs, prefill and decoding.
+
+    Fleets whose upper end of the interval misses the target are marked if it must meet the target.
+    """
+    front, fleet = plan.pareto(), plan.first
+    priced = fleet.total_cost_per_hour is not None
+    unsafe = [one for one in plan.tried if plan.request.sure and not one.is_safe]
+    if plan.answer is None:
+        head = Head(title="No fleet meets the target", subtitle=f"{verdict(plan)} {_question(plan)}", width=_WIDTH)
+    else:
+        served = "" if fleet.unserved == 0 else f", {format_share(fleet.served_share)} of the requests served"
+        title = (
+            f"{size_and_price(plan)}: {ordinal(plan.percentile)} percentile {format_time(fleet.target_ttft_s)}{served}"
+        )
+        head = Head(title=title, subtitle=f"{fleet.describe()} · {_question(plan)}", width=_WIDTH)
     with chart_style():
         panes = drawing(_WIDTH, _HEIGHT + head.height)
         height = _HEIGHT / (_HEIGHT + head.height)
         axes = panes.add_axes((0.11, 0.15 * height, 0.86, 0.82 * height))
-        axes.plot(cost, [point.target_ttft_s for point in points], "o-", color=_BLUE, drawstyle="steps-post")
+        axes.plot(*_places(front), "o-", color=_BLUE, drawstyle="steps-post", label="no cheaper fleet is as fast")
+        if unsafe:
+            label = "not safe: the interval ends above the target"
+            axes.plot(*_places(unsafe), "x", color=DIM, label=label)
         axes.axhline(plan.slo_ttft_s, color=_ORANGE, label=f"target {format_seconds(plan.slo_ttft_s)}")
         if math.isfinite(fleet.target_ttft_s):
-            axes.plot(
-                [fleet.cost_per_hour or fleet.num_gpus],
-                [fleet.target_ttft_s],
-                "o",
-                color=_ORANGE,
-                markersize=9,
-                fillstyle="none",
-            )
+            label = "the answer" if plan.answer is not None else "the nearest miss"
+            axes.plot(*_places([fleet]), "o", label=label, color=_ORANGE, markersize=9, fillstyle="none")
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
-        axes.set_xlabel("cost per hour" if priced else "GPUs that prefill", color=DIM)
-        axes.set_ylabel(f"{plan.percentile:g}th percentile of TTFT, s", color=DIM)
+        low_s, high_s = axes.get_ylim()
+        ticks_s = _log_ticks(low_s, high_s)
+        axes.set_yticks(ticks_s, [f"{tick_s:g}" for tick_s in ticks_s])
+        axes.set_yticks([], minor=True)
+        axes.set_ylim(min(low_s, ticks_s[0]), max(high_s, ticks_s[-1]))
+        what = "prefill and decoding" if fleet.decode is not None else "for prefill only"
+        axes.set_xlabel(f"$ per hour, {what}" if priced else f"GPUs, {what}", color=DIM)
+        axes.set_ylabel(f"{ordinal(plan.percentile)} percentile of TTFT, s", color=DIM)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, labelcolor=INK)
         head.draw(panes)
     return panes
+
+
+def _places(fleets: Sequence[FleetAnswer]) -> tuple[list[float], list[float]]:
+    """Cost or GPUs, and TTFT, of each fleet that serves enough requests to have one."""
+    served = [fleet for fleet in fleets if math.isfinite(fleet.target_ttft_s)]
+    costs = [fleet.total_gpus if fleet.total_cost_per_hour is None else fleet.total_cost_per_hour for fleet in served]
+    return list(map(float, costs)), [fleet.target_ttft_s for fleet in served]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Ticks 1, 2, 5, 10, ... that enclose a range; over more than two decades, powers of ten."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1.0,) if high > 100 * low else (1.0, 2.0, 5.0)
+    ticks = [step * 10.0**decade for decade in decades for step in steps]
+    first = max((number for number, tick in enumerate(ticks) if tick <= low), default=0)
+    last = min((number for number, tick in enumerate(ticks) if tick >= high), default=len(ticks) - 1)
+    return ticks[first : last + 1]
 
 
 def summary(plan: CapacityPlan) -> Summary:
@@ -238,18 +309,24 @@ def page(plan: CapacityPlan) -> Page:
 def page_data(plan: CapacityPlan) -> dict[str, Any]:
     """Plain JSON values; null: the request is never served."""
     tried = plan.tried
-    prices = {round(one.cost_per_hour / one.num_gpus, 9) for one in tried if one.cost_per_hour is not None}
+    costs = [(one.total_cost_per_hour, one.total_gpus) for one in tried]
+    prices = {round(cost / gpus, 9) for cost, gpus in costs if cost is not None}
     return {
         "slo_s": plan.slo_ttft_s,
         "percentile": plan.percentile,
         "percentiles": list(plan.first.ttft_s),
         "priced": plan.first.cost_per_hour is not None,
+        "sure": plan.request.sure,
+        "decodes": plan.first.decode is not None,
+        "samples": len(plan.first.runs),
         "price_per_gpu_hour": prices.pop() if len(prices) == 1 else None,  # the price, if all GPUs have the same one
         "tried": [
             {
-                "gpus": one.num_gpus,
-                "cost": one.cost_per_hour,
-                "fleet": one.describe(),
+                "gpus": one.total_gpus,
+                "cost": one.total_cost_per_hour,
+                "fleet": _whole(one),
+                "safe": one.is_safe,
+                "served": one.served_share,
                 "ttft_s": _short(one.ttft_s.values()),
                 "utilisation": round(one.utilisation, 3),
                 "requests": one.requests,
@@ -258,6 +335,15 @@ def page_data(plan: CapacityPlan) -> dict[str, Any]:
         ],
         "requests": _requests(plan),
     }
+
+
+def _whole(fleet: FleetAnswer) -> str:
+    """The groups of a fleet, with those that decode."""
+    decoders = fleet.decode
+    if decoders is None:
+        return fleet.describe()
+    groups = f"{decoders.replicas} × {decoders.gpus_per_group} GPU{'s' * (decoders.gpus_per_group > 1)}"
+    return f"{fleet.describe()}; {groups} to decode"
 
 
 def _requests(plan: CapacityPlan) -> dict[str, Any]:

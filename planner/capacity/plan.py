@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,8 +20,8 @@ from kvrsim.strategies import STRATEGIES, get_strategy, label_of
 from kvrsim.units import format_seconds
 from planner.capacity.fleet import FleetLimits
 from planner.capacity.request import CapacityRequest
-from planner.capacity.result import CapacityPlan, FleetAnswer, Infeasible, groups_of
-from planner.capacity.search import FleetSearch, FleetSimulator
+from planner.capacity.result import CapacityPlan, FleetAnswer, Growth, Infeasible, format_share, groups_of
+from planner.capacity.search import Fit, FleetSearch, FleetSimulator
 from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
 from planner.capacity.work import Work
 from planner.capacity.workload import Lengths, Workload
@@ -31,6 +31,8 @@ from planner.processes import Pool
 LONG = 60_000  # number of requests above which designs are searched on a part of the workload
 _STRETCH = 40_000  # number of requests in the part of the workload
 _ALTERNATIVES = 8
+GROWTH = (1.5, 2.0, 3.0)  # multiples of the requests for which the question is asked again
+_MOST_IN_GROWTH = 600_000  # requests of all workloads together; a search with so many takes about a minute
 
 
 def plan_capacity(
@@ -42,7 +44,7 @@ def plan_capacity(
     pool: Pool | None = None,
     on_progress: OnProgress | None = None,
 ) -> CapacityPlan:
-    """Search the cheapest fleet that meets the target.
+    """Search the cheapest fleet that meets the target, and the fleets for more requests.
 
     If the policy names no strategies, the answer has only strategies of engines. A note is added if other strategies
     need fewer GPUs, or if only other strategies meet the target.
@@ -51,96 +53,172 @@ def plan_capacity(
     budget ends, strategies and designs that are not simulated are left out, with a note. Raises InputError where no
     group size has a strategy.
     """
-    pool = pool or Pool()
-    policy = replace(policy or StrategyPolicy(), packs=request.pack_tokens is not None)
-    workloads = [
-        request.source.workload(request.seed, number)
-        for number in range(request.replications if request.source.is_random else 1)
-    ]
-    if request.tpot_s is not None and workloads[0].output_tokens.max() < 2:
-        raise InputError("tpot", request.tpot_s, "with requests of more than one output token")
-    times = service_times(scenario, workloads, policy, request.pack_tokens)
-    count = sum(map(len, workloads))
-    work = Work(request, count, len(_stretch(workloads) or range(count)) * request.mixed, pool, on_progress)
-    is_free = (
-        policy.names is None and not policy.engines
-    )  # whether a second search, of strategies of engines, may follow
+    begin_s = time.perf_counter()
+    packed = replace(policy or StrategyPolicy(), packs=request.pack_tokens is not None)
+    sizing = Sizing(scenario, packed, Work(pool, on_progress))
+    outcome = sizing.search(request, "fleets")
+    plan = _report(outcome, warnings)
+    if plan.answer is not None:
+        growth, note = sizing.growth(request)
+        notes = (*plan.warnings, note) if note else plan.warnings
+        plan = replace(plan, growth=growth, warnings=notes)
+    seconds = time.perf_counter() - begin_s
+    return replace(plan, simulated_requests=sizing.work.simulated, seconds=seconds)
 
-    def plan_by(times: ServiceTimes, searches: float) -> CapacityPlan:
-        limits = _limits(scenario, request.limits, times.policy)
-        times.fill(limits.sizes, work, searches)
-        if not (sizes := tuple(filter(times.layouts, limits.sizes))):
-            raise InputError("time_budget", f"{pool.time_budget_s:g}s", "a longer time: no group is simulated yet")
-        simulator = FleetSimulator(replace(request, limits=replace(limits, sizes=sizes)), workloads, times, work)
-        return _plan(simulator, warnings)
 
-    theory = plan_by(times, 1.3 if is_free else 1.0)
-    if not is_free or theory.answer is None or theory.answer.engine is not None:
-        return theory
-    practice = plan_by(times.under(replace(policy, deployable=True)), 1.0)
-    if practice.answer is None:
-        note = "no fleet that an engine has today meets the target"
-        if work.left_out or times.left_out:
-            note = (
-                f"--time-budget {work.pool.time_budget_s:g}s ended before all fleets that an engine has were simulated"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a search found."""
+
+    search: FleetSearch
+    largest: Scenario  # the longest context on the largest group
+    fits: list[Fit]
+    fleets: list[FleetAnswer]  # fleets that meet the TTFT target, best first; those without a fleet that decodes last
+    tried: tuple[FleetAnswer, ...] | None  # the best designs, with fewer and more groups; None: not simulated yet
+    left_out: int  # designs for which the time budget was too short
+    notes: tuple[str, ...] = ()
+
+    @property
+    def feasible(self) -> list[FleetAnswer]:
+        """The fleets for which there is a fleet that decodes, if one is requested."""
+        return [fleet for fleet in self.fleets if fleet.no_decode is None]
+
+
+class Sizing:
+    """Searches of fleets for different amounts of traffic, on the same groups."""
+
+    def __init__(self, scenario: Scenario, policy: StrategyPolicy, work: Work) -> None:
+        self.scenario, self.policy, self.work = scenario, policy, work
+        self._times: ServiceTimes | None = None  # those of the last search
+
+    def search(self, request: CapacityRequest, stage: str) -> Outcome:
+        """The fleets for the requests; only with strategies of engines, unless the policy or the target needs others.
+
+        stage: what the fleets are for, in reports of progress.
+        """
+        workloads = [
+            request.source.workload(request.seed, number)
+            for number in range(request.replications if request.source.is_random else 1)
+        ]
+        if request.tpot_s is not None and workloads[0].output_tokens.max() < 2:
+            raise InputError("tpot", request.tpot_s, "with requests of more than one output token")
+        times = service_times(self.scenario, workloads, self.policy, request.pack_tokens, self._times)
+        self._times = times
+        is_free = self.policy.names is None and not self.policy.engines  # whether no strategies are asked for
+        self.work.begin(stage)
+        theory = self._search(request, workloads, times)
+        if not is_free or not theory.feasible or theory.feasible[0].engine is not None:
+            return theory
+        self.work.begin(stage)
+        practice = self._search(request, workloads, times.under(replace(self.policy, deployable=True)))
+        if not practice.feasible:
+            note = "no fleet that an engine has today meets the target"
+            if practice.left_out or times.left_out:
+                budget_s = self.work.pool.time_budget_s
+                note = f"--time-budget {budget_s:g}s ended before all fleets that an engine has were simulated"
+            return replace(theory, notes=(note,))
+        fewer = theory.feasible[0]
+        if fewer.total_gpus >= practice.feasible[0].total_gpus:
+            return practice
+        note = f"with strategies that no engine has: {fewer.total_gpus} GPUs, {fewer.describe()} (--strategies all)"
+        return replace(practice, notes=(note,))
+
+    def _search(self, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes) -> Outcome:
+        limits = _limits(self.scenario, request.limits, times.policy)
+        times.fill(limits.sizes, self.work)
+        sizes = tuple(filter(times.layouts, limits.sizes))
+        if not sizes:
+            budget_s = self.work.pool.time_budget_s
+            raise InputError("time_budget", f"{budget_s:g}s", "a longer time: no group is simulated yet")
+        own_request = replace(request, limits=replace(limits, sizes=sizes))
+        search = FleetSearch(FleetSimulator(own_request, workloads, times, self.work))
+        fits = search.all_fits(_stretch(workloads))
+        fleets = search.answers(fits)
+        tried = None
+        if request.sure and fleets:  # groups are added one by one until the interval is safe; a cheaper fleet may be
+            tried = search.around(fits, fleets)
+            fleets = search.in_order({one.fleet: one for one in (*tried, *fleets)}.values())
+        longest = replace(self.scenario.request, context_len=max(int(one.context_len.max()) for one in workloads))
+        largest = replace(self.scenario.on_gpus(max(sizes)), request=replace(longest, cached_prefix=0))
+        fleets = [replace(fleet, engine=_engines_of(fleet, largest)) for fleet in fleets]
+        left_out = self.work.left_out
+        return Outcome(search=search, largest=largest, fits=fits, fleets=fleets, tried=tried, left_out=left_out)
+
+    def growth(self, request: CapacityRequest) -> tuple[tuple[Growth, ...], str | None]:
+        """The answers to the same question with more requests, and a note if some are not simulated."""
+        growth: list[Growth] = []
+        for factor in GROWTH:
+            source = request.source.times(factor)
+            requests = source.num_requests * (request.replications if source.is_random else 1)
+            if requests > _MOST_IN_GROWTH:
+                return tuple(growth), f"{factor:g} times the requests are too many to simulate here; use `rate_scale`"
+            if self.work.pool.is_late():
+                return tuple(growth), f"the time budget ended before {factor:g} times the requests were simulated"
+            outcome = self.search(replace(request, source=source), f"{factor:g} times the requests")
+            if outcome.left_out:
+                return tuple(growth), f"the time budget ended before {factor:g} times the requests were simulated"
+            best = outcome.feasible[0] if outcome.feasible else None
+            growth.append(
+                Growth(
+                    times=factor,
+                    num_gpus=None if best is None else best.total_gpus,
+                    decode_gpus=best.decode.num_gpus if best is not None and best.decode is not None else 0,
+                    cost_per_hour=None if best is None else best.total_cost_per_hour,
+                )
             )
-        return replace(theory, warnings=(*theory.warnings, note))
-    if theory.answer.num_gpus >= practice.answer.num_gpus:
-        return practice
-    fewer = f"with strategies that no engine has: {theory.answer.num_gpus} GPUs, {theory.answer.describe()}"
-    return replace(practice, warnings=(*practice.warnings, f"{fewer} (--strategies all)"))
+        return tuple(growth), None
 
 
-def _plan(simulator: FleetSimulator, warnings: Sequence[str]) -> CapacityPlan:
-    """Search the cheapest fleet that meets the target, given the service times of groups."""
-    begin_s, work = time.perf_counter(), simulator.work
+def _report(outcome: Outcome, warnings: Sequence[str]) -> CapacityPlan:
+    """The plan of a search: the answer, fleets beside it, reasons and notes."""
+    search, simulator, fits = outcome.search, outcome.search.simulator, outcome.fits
     request, workloads, times = simulator.request, simulator.workloads, simulator.times
-    scenario, policy, sizes = times.scenario, times.policy, request.limits.sizes
-    search = FleetSearch(simulator)
-    fits = search.all_fits(_stretch(workloads))
-    fleets = search.answers(fits)
-    nearest = None if fleets else search.nearest_miss()
-    tried = search.around(fits, fleets if nearest is None else [nearest])
+    policy, sizes, largest = times.policy, request.limits.sizes, outcome.largest
+    fleets = outcome.feasible
     infeasible = search.infeasible(fits)
-    longest = replace(scenario.request, context_len=max(int(one.context_len.max()) for one in workloads))
-    largest = replace(scenario.on_gpus(max(sizes)), request=replace(longest, cached_prefix=0))
-    fleets = [replace(one, engine=_engines_of(one, largest)) for one in fleets[: 1 + _ALTERNATIVES]]
+    nearest = None
     if fleets:
         best = fleets[0]
-        decoders = simulator.decoders(best.runs[0])
-        if isinstance(decoders, str):
-            infeasible.append(Infeasible(None, "decode", decoders))
-        else:
-            fleets = [replace(one, decode=decoders) for one in fleets]
-        interval = best.interval or simulator.interval(best.fleet, best.runs)
-        short = simulator if sum(map(len, workloads)) <= LONG else simulator.on(workloads[:1])
-        growth = short.growth(best.fleet) if len(workloads[0]) <= LONG else None
-        fleets[0] = replace(fleets[0], interval=interval, growth=growth)
+        runs = best.runs or tuple(simulator.runs(best.fleet))
+        fleets[0] = replace(best, interval=best.interval or simulator.interval(best.fleet, runs), runs=runs)
+    elif outcome.fleets:
+        nearest = outcome.fleets[0]
+        infeasible = [Infeasible(None, "decode", nearest.no_decode or ""), *infeasible]
+    else:
+        nearest = search.nearest_miss()
+    tried = outcome.tried
+    if tried is None or nearest is not None:
+        tried = search.around(fits, fleets if nearest is None else [nearest])
     in_memory = {one.gpus_per_group for one in infeasible if one.code == "memory"}
     notes = [
         *dict.fromkeys((*without(warnings, "context-range"), *workloads[0].notes, *notes_on(largest))),
         *_memory_notes(workloads, times, [size for size in sizes if size not in in_memory]),
     ]
-    if times.left_out or work.left_out:
+    if times.left_out or outcome.left_out:
         missing = [f"on {groups_of([size])} {', '.join(names)}" for size, names in times.left_out.items()]
-        missing += [f"{work.left_out} designs of fleets"] * (work.left_out > 0)
-        notes.append(f"--time-budget {work.pool.time_budget_s:g}s ended before all was simulated: {'; '.join(missing)}")
+        missing += [f"{outcome.left_out} designs of fleets"] * (outcome.left_out > 0)
+        budget_s = simulator.work.pool.time_budget_s
+        notes.append(f"--time-budget {budget_s:g}s ended before all was simulated: {'; '.join(missing)}")
     if left_out := policy.left_out(largest):
         notes.append(f"not tried: {', '.join(left_out)}; --strategies tries those that it names, or all")
+    alternatives = [replace(answer, runs=()) for answer in fleets[1:]]
+    more = next((one for one in alternatives if one.unserved < fleets[0].unserved), None)
+    shown = alternatives[:_ALTERNATIVES]
     return CapacityPlan(
         question=_question(largest, request, policy),
         scenario=largest,
         request=request,
         answer=fleets[0] if fleets else None,
         nearest_miss=nearest,
-        alternatives=tuple(replace(answer, runs=()) for answer in fleets[1:]),
+        alternatives=tuple(shown if more is None or more in shown else [*shown[:-1], more]),
         infeasible=tuple(infeasible),
         workload=workloads[0].summary(),
         kv_transfer=None if request.transfer is None else request.transfer.summary(workloads),
-        simulated_requests=work.simulated,
-        seconds=time.perf_counter() - begin_s,
-        warnings=tuple(notes),
-        would_meet=() if nearest is None else tuple(_would_meet(nearest, request, workloads, times)),
+        simulated_requests=simulator.work.simulated,
+        seconds=0.0,
+        warnings=(*notes, *outcome.notes),
+        would_meet=() if nearest is None else tuple(_would_meet(nearest, simulator)),
+        growth=(),
         tried=tried,
     )
 
@@ -160,17 +238,21 @@ def _engines_of(fleet: FleetAnswer, largest: Scenario) -> str | None:
     return ", ".join(name for name in DEPLOY_ENGINES if name in (names or ())) or None
 
 
-def _would_meet(
-    nearest: FleetAnswer, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes
-) -> Iterator[str]:
-    """Changed targets that the fleet meets: a longer TTFT, a lower percentile, or shorter contexts."""
+def _would_meet(nearest: FleetAnswer, simulator: FleetSimulator) -> Iterator[str]:
+    """Changed targets that the fleet meets: a longer TTFT or TPOT, a lower percentile, or shorter contexts."""
+    request, times = simulator.request, simulator.times
+    if nearest.meets:  # no fleet decodes for it
+        least_s = simulator.least_tpot_s(nearest.runs)
+        if least_s is not None and request.tpot_s is not None and least_s > request.tpot_s:
+            yield f"--tpot {math.ceil(1e4 * least_s) / 10:g}ms, with {nearest.describe()}"
+        return
     target = request.target
     if math.isfinite(nearest.target_ttft_s):
         yield f"--slo-ttft {format_seconds(nearest.target_ttft_s * 1.01).replace(' ', '')}, with {nearest.describe()}"
     share = math.floor(1000 * nearest.in_time) / 10
-    if 0 < share < target.percentile:
+    if 1 <= share < target.percentile:
         yield f"--percentile {share:g}, with the same fleet"
-    new, prefix = _lengths(workloads)
+    new, prefix = _lengths(simulator.workloads)
     alone_s = np.min([times.least_s(size, new, prefix) for size in request.limits.sizes], axis=0)
     late = alone_s > target.slo_s
     if 0 < late.sum() < len(late):
@@ -209,12 +291,14 @@ def _question(largest: Scenario, request: CapacityRequest, policy: StrategyPolic
 
 
 def _memory_notes(workloads: Sequence[Workload], times: ServiceTimes, sizes: Sequence[int]) -> Iterator[str]:
-    """Notes on contexts that exceed the memory of groups; one note for all sizes with the same contexts."""
+    """Notes on contexts that exceed the memory of groups in every layout; one note for all sizes with the same."""
     notes: dict[str, list[int]] = {}
     new, prefix = _lengths(workloads)
     for size in sizes:
-        if len(lengths := (new + prefix)[np.isinf(times.least_s(size, new, prefix))]):
-            note = f"{len(lengths)} contexts, from {int(lengths.min())} tokens on, do not fit in the memory of"
+        lengths = (new + prefix)[np.isinf(times.least_s(size, new, prefix))]
+        if len(lengths):
+            share = format_share(len(lengths) / len(new))
+            note = f"{share} of the contexts, from {int(lengths.min())} tokens on, do not fit in the memory of"
             notes.setdefault(note, []).append(size)
     return (f"{note} {groups_of(alike)}" for note, alike in notes.items())
 

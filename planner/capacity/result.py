@@ -102,21 +102,21 @@ class FleetInterval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Growth:
-    """Traffic that a fleet can serve within the target, and the GPUs for the next larger traffic."""
+    """The answer to the same question with more requests in the same time (`rate_scale`)."""
 
-    serves: float  # largest simulated traffic that the fleet serves, as a multiple of the given one
-    next: float | None  # smallest simulated multiple that the fleet does not serve; None: the fleet serves all of them
-    num_gpus: int | None = None  # GPUs for prefill in the next larger fleet; None: more than allowed
-    decode_gpus: int = 0  # GPUs for decoding in the next larger fleet
+    times: float  # multiple of the requests
+    num_gpus: int | None  # GPUs for prefill and decoding together; None: no fleet within the limits meets the target
+    decode_gpus: int  # those of them that decode
+    cost_per_hour: float | None  # price of all GPUs; None: no price was given, or no fleet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetAnswer:
     """One simulated fleet."""
 
-    num_gpus: int
+    num_gpus: int  # GPUs that prefill
     groups: tuple[GroupAnswer, ...]
-    meets: bool  # whether the fleet meets the target
+    meets: bool  # whether the fleet meets the TTFT target
     p50_ttft_s: float  # TTFT percentiles; inf: never served
     p95_ttft_s: float
     p99_ttft_s: float
@@ -125,18 +125,29 @@ class FleetAnswer:
     in_time: float  # share of all requests that meet the target
     utilisation: float  # busy share of all GPUs, from the first arrival to the last first token
     goodput_per_s: float  # requests per second that meet the target
-    cost_per_hour: float | None  # None: no price was given
+    cost_per_hour: float | None  # price of the GPUs that prefill; None: no price was given
     requests: int  # requests in all replications
     unserved: int  # requests that fit in no group's memory; these count as late
+    longest_served: int | None  # longest context that the fleet serves, tokens; None: it serves no request
     p50_kv_transfer_s: float | None  # time from the first token until the cache has left the group; None: not requested
     p99_kv_transfer_s: float | None
     engine: str | None = None  # engines that have the strategies of all groups, separated by commas; None: none
-    decode: DecodeFleet | None = None  # fleet that decodes; None if not requested
+    decode: DecodeFleet | None = None  # fleet that decodes; None: not requested, or there is none
+    no_decode: str | None = None  # why no fleet decodes for this one; None: a fleet does, or is not requested
     interval: FleetInterval | None = None  # None: not simulated; only the answer has an interval
-    growth: Growth | None = None  # None: not simulated
     ttft_s: Mapping[float, float] = field(default_factory=dict, repr=False, compare=False)  # TTFT by percentile
     fleet: Fleet = field(default=(), repr=False, compare=False)
     runs: tuple[FleetRun, ...] = field(default=(), repr=False, compare=False)  # simulation results, one per workload
+
+    @property
+    def served_share(self) -> float:
+        """Share of the requests that the fleet ever serves."""
+        return 1 - self.unserved / self.requests
+
+    @property
+    def is_safe(self) -> bool | None:
+        """Whether the upper end of the interval meets the target; None: unknown."""
+        return None if self.interval is None else self.interval.safe
 
     @property
     def total_gpus(self) -> int:
@@ -152,18 +163,15 @@ class FleetAnswer:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; null for requests that are never served."""
-        hidden = ("ttft_s", "fleet", "runs", "decode")
+        hidden = ("ttft_s", "fleet", "runs")
         content = fields_to_json(self, *(one.name for one in fields(self) if one.name not in hidden))
-        if self.decode is not None:
-            content |= fields_to_json(self, "decode", "total_gpus", "total_cost_per_hour")
+        content |= fields_to_json(self, "served_share", "total_gpus", "total_cost_per_hour")
         return {name: None if value == math.inf else value for name, value in content.items()}
 
     def point(self) -> dict[str, Any]:
         """Plain JSON values of the fleet as a point on the Pareto front."""
-        return fields_to_json(self, "num_gpus", "cost_per_hour") | {
-            "fleet": self.describe(),
-            "ttft_s": self.target_ttft_s,
-        }
+        totals = fields_to_json(self, "num_gpus", "total_gpus", "total_cost_per_hour")
+        return totals | {"fleet": self.describe(), "ttft_s": self.target_ttft_s, "safe": self.is_safe}
 
     def describe(self) -> str:
         """Groups in words: "3 × 2 GPUs for 1 to 4096 tokens, 1 × 8 GPUs for 4097 to 9000 tokens"."""
@@ -184,6 +192,15 @@ class Infeasible:
         """Plain JSON values."""
         groups = "" if self.gpus_per_group is None else f"{groups_of([self.gpus_per_group])}: "
         return {"gpus_per_group": self.gpus_per_group, "code": self.code, "why": groups + self.reason}
+
+
+def format_share(share: float) -> str:
+    """A share as a percentage that is 0 or 100 % only if the share is: "97.2 %", "99.99 %"."""
+    for digits in range(1, 6):
+        percent = f"{100 * share:.{digits}f}"
+        if float(percent) not in (0.0, 100.0):
+            break
+    return f"{float(percent):g} %"
 
 
 def groups_of(sizes: Sequence[int]) -> str:
@@ -211,6 +228,7 @@ class CapacityPlan(Viewable):
     seconds: float  # duration of the search, seconds
     warnings: tuple[str, ...]
     would_meet: tuple[str, ...]  # changed targets that the nearest miss meets, in words
+    growth: tuple[Growth, ...]  # answers for more requests, in ascending order; empty: not simulated
     tried: tuple[FleetAnswer, ...] = field(repr=False, compare=False)  # the best designs, with fewer and more groups
 
     @property
@@ -243,7 +261,13 @@ class CapacityPlan(Viewable):
     @property
     def feasible(self) -> bool:
         """Whether some fleet meets the target and, if a TPOT is given, some fleet decodes within the TPOT."""
-        return self.answer is not None and all(one.code != "decode" for one in self.infeasible)
+        return self.answer is not None
+
+    @property
+    def serves_more(self) -> FleetAnswer | None:
+        """The cheapest alternative that serves more requests than the answer; None: the search found none."""
+        unserved = 0 if self.answer is None else self.answer.unserved
+        return next((fleet for fleet in self.alternatives if fleet.unserved < unserved), None)
 
     def assumptions(self) -> dict[str, str]:
         """Assumptions of the answer, in sentences."""
@@ -255,32 +279,38 @@ class CapacityPlan(Viewable):
         }
 
     def pareto(self) -> list[FleetAnswer]:
-        """Fleets of `tried` that are at least _GAIN faster than all cheaper ones, cheapest first."""
-        cost = attrgetter("cost_per_hour" if self.request.limits.by_cost else "num_gpus", "target_ttft_s")
+        """Fleets of `tried` that are at least _GAIN faster than all cheaper ones, cheapest first.
+
+        If the upper end of the interval must meet the target, the front has only fleets whose upper end does.
+        """
+        cost = attrgetter("total_cost_per_hour" if self.request.limits.by_cost else "total_gpus", "target_ttft_s")
         front: list[FleetAnswer] = []
-        for one in sorted(self.tried, key=cost):
+        fleets = [one for one in self.tried if one.is_safe or not self.request.sure] or self.tried
+        for one in sorted(fleets, key=cost):
             if one.target_ttft_s < (front[-1].target_ttft_s * (1 - _GAIN) if front else math.inf):
                 front.append(one)
         return front
 
     def reasons(self) -> Iterator[str]:
-        """Reasons why groups miss the target, one line per reason."""
+        """Reasons why no fleet meets the target, or why groups miss it; one line per reason."""
         for (_, reason), alike in groupby(self.infeasible, key=lambda one: (one.code, one.reason)):
             sizes = [one.gpus_per_group for one in alike if one.gpus_per_group is not None]
             yield f"{groups_of(sizes)}: {reason}" if sizes else reason
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
+        growth = {} if self.answer is None else {"growth": fields_to_json(self, "growth")["growth"]}
         return (
             self.question.header()
-            | fields_to_json(self, "answer", "alternatives", "infeasible", "nearest_miss", "cluster")
+            | {"answer": None if self.answer is None else self.answer.to_dict() | growth}
+            | fields_to_json(self, "alternatives", "infeasible", "nearest_miss", "cluster")
             | {"pareto": [one.point() for one in self.pareto()]}
             | {"model": self.scenario.model.name, "profile": self.scenario.profile_name}
             | fields_to_json(self, "slo_ttft_s", "percentile")
-            | {"objective": self.request.objective}
+            | {"objective": self.request.objective, "served_share": self.first.served_share}
             | self.scenario.memory_limit.to_dict()
             | fields_to_json(self, "workload", "kv_transfer", "decode_fleet", "simulated_requests", "seconds")
-            | fields_to_json(self, "would_meet")
+            | fields_to_json(self, "would_meet", "growth")
             | self.assumptions()
             | fields_to_json(self, "warnings")
         )

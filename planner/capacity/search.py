@@ -25,7 +25,7 @@ from kvrsim.interp import percentile_of
 from kvrsim.program import Array
 from kvrsim.strategies import Strategy, get_strategy
 from planner.candidates import Search
-from planner.capacity.decode import DecodeFleet, Sequences, decode_fleet
+from planner.capacity.decode import DecodeFleet, Decoding, Sequences
 from planner.capacity.fleet import (
     Fleet,
     FleetRun,
@@ -44,8 +44,8 @@ from planner.capacity.result import (
     FleetAnswer,
     FleetInterval,
     GroupAnswer,
-    Growth,
     Infeasible,
+    format_share,
     replications_interval,
     trace_interval,
 )
@@ -63,8 +63,6 @@ _FINER = (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)  # exponents of 2: ratios of ne
 _FINALISTS, _FINALISTS_OF_MANY = 6, 2  # designs that are simulated with fewer and more groups
 _SCALES = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the numbers of replicas that meet the target
 _BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas, if no fleet meets the target
-_GROWTH = (1.1, 1.25, 1.5, 2.0, 3.0, 4.0)  # multiples of the given traffic
-_LARGER = (1.01, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the numbers of replicas of the answer
 
 
 class Bucket:
@@ -106,7 +104,10 @@ class FleetSimulator:
         self.target, self.limits = request.target, request.limits
         self.requests = sum(map(len, workloads))
         self.allowed = self.target.most_late(self.requests)  # requests of all workloads together that may be late
-        self.work = work or Work(request, self.requests)
+        self.work = work or Work()
+        self.decoding = None
+        if request.tpot_s is not None:
+            self.decoding = Decoding(times.scenario, request.limits, request.tpot_s)
         self._services: dict[GroupType, list[Service]] = {}
         self._buckets: dict[Fleet, Bucket] = {}
 
@@ -164,14 +165,16 @@ class FleetSimulator:
         """TTFTs of the requests of all workloads; inf: never served."""
         return np.concatenate([run.ttft_s for run in self.runs(fleet)])
 
-    def answer(self, fleet: Fleet, *, has_interval: bool = True) -> FleetAnswer:
+    def answer(self, fleet: Fleet) -> FleetAnswer:
         """Simulate a fleet on every workload, with its interval if the interval must meet the target."""
         runs, target = self.runs(fleet), self.target
         ttft_s = np.concatenate([run.ttft_s for run in runs])
-        interval = self.interval(fleet, runs) if self.request.sure and has_interval else None
+        interval = self.interval(fleet, runs) if self.request.sure else None
         in_time = int((ttft_s <= target.slo_s).sum())
         safe = not self.request.sure or (interval is not None and interval.safe)
         horizon_s, busy_gpu_s = sum(run.horizon_s for run in runs), sum(run.busy_gpu_s for run in runs)
+        decoders = self.decoders(fleet, runs)
+        served = [run.workload.context_len[np.isfinite(run.ttft_s)] for run in runs]
         by_percentile = {
             percent: percentile_of(ttft_s, percent) for percent in sorted({*_PERCENTILES, target.percentile})
         }
@@ -190,8 +193,11 @@ class FleetSimulator:
             cost_per_hour=self.limits.cost_per_hour(fleet),
             requests=len(ttft_s),
             unserved=int(np.isinf(ttft_s).sum()),
+            longest_served=int(np.concatenate(served).max(initial=0)) or None,
             p50_kv_transfer_s=self._transfer_s(fleet, runs, 50),
             p99_kv_transfer_s=self._transfer_s(fleet, runs, 99),
+            decode=decoders if isinstance(decoders, DecodeFleet) else None,
+            no_decode=decoders if isinstance(decoders, str) else None,
             interval=interval,
             ttft_s=by_percentile,
             fleet=fleet,
@@ -236,42 +242,24 @@ class FleetSimulator:
         one = Search(options=SearchArgs(method="analytical")).candidate(here, strategy)
         return one.interval.low_s / one.ttft_s, one.interval.high_s / one.ttft_s
 
-    def growth(self, fleet: Fleet) -> Growth | None:
-        """Largest multiple of the traffic that a fleet serves within the target, and the GPUs for the next multiple.
-
-        These GPUs are those of a fleet with more groups of each kind, and of the fleet that decodes for it. None: the
-        time budget ended.
-        """
-        most = 1.0
-        for rate in _GROWTH:
-            if self.work.pool.is_late():
-                return None
-            on = self.faster(rate)
-            if not on.meets(fleet):
-                larger = (tuple(group.of(math.ceil(group.replicas * scale)) for group in fleet) for scale in _LARGER)
-                small = (one for one in larger if gpus_of(one) <= self.limits.max_gpus and on.meets(one))
-                if (next_fleet := next(small, None)) is None:
-                    return Growth(serves=most, next=rate)
-                decoders = on.decoders(on.runs(next_fleet)[0])
-                decode_gpus = decoders.num_gpus if isinstance(decoders, DecodeFleet) else 0
-                return Growth(serves=most, next=rate, num_gpus=gpus_of(next_fleet), decode_gpus=decode_gpus)
-            most = rate
-        return Growth(serves=most, next=None)
-
-    def decoders(self, run: FleetRun) -> DecodeFleet | str | None:
-        """The fleet that decodes requests after their prefill, or why there is none; None if not requested."""
-        if self.request.tpot_s is None:
+    def decoders(self, fleet: Fleet, runs: Sequence[FleetRun]) -> DecodeFleet | str | None:
+        """The fleet that decodes the requests of a fleet, or why there is none; None if not requested."""
+        if self.decoding is None:
             return None
-        sequences = Sequences(
-            first_token_s=run.workload.arrival_s + run.ttft_s,
-            context_len=run.workload.context_len,
-            output_tokens=run.workload.output_tokens,
-        )
-        return decode_fleet(self.times.scenario, self.limits, sequences, self.request.tpot_s)
+        sequences = _sequences(runs)
+        if not any(one.steps.any() for one in sequences):
+            return None
+        decoders = self.decoding.fleet(sequences)
+        if isinstance(decoders, DecodeFleet) and gpus_of(fleet) + decoders.num_gpus > self.limits.max_gpus:
+            return (
+                f"prefill takes {gpus_of(fleet)} and decoding {decoders.num_gpus} GPUs, more than the"
+                f" {self.limits.max_gpus} allowed"
+            )
+        return decoders
 
-    def meets(self, fleet: Fleet) -> bool:
-        """Whether the number of late requests is allowed."""
-        return int((self.ttft_s(fleet) > self.target.slo_s).sum()) <= self.allowed
+    def least_tpot_s(self, runs: Sequence[FleetRun]) -> float | None:
+        """The shortest step of a group that decodes the requests of a fleet; None if none is requested or fits."""
+        return None if self.decoding is None else self.decoding.least_tpot_s(_sequences(runs))
 
     def _transfer_s(self, fleet: Fleet, runs: Sequence[FleetRun], percentile: float) -> float | None:
         """Percentile of the time from the first token until the cache has left the group, over the served requests."""
@@ -310,7 +298,8 @@ class Fit:
 
     design: Fleet  # one group per bucket, with its number of replicas; 0 for an empty bucket
     cost: float  # the objective: GPUs, or cost per hour
-    late: int  # number of late requests
+    late: int  # number of late requests, without those that are never served
+    never_served: int  # number of requests that fit in no group's memory
 
     @property
     def fleet(self) -> Fleet:
@@ -367,7 +356,7 @@ class FleetSearch:
             best = min((fit.cost for fit in fits), default=math.inf)
             if (fit := self.fit(design, at_most=best if len(design) > 1 else math.inf)) is not None:
                 fits.append(fit)
-        return sorted(fits, key=lambda fit: (fit.cost, fit.late, len(fit.design), fit.sizes))
+        return sorted(fits, key=lambda fit: (fit.cost, fit.never_served, fit.late, len(fit.design), fit.sizes))
 
     def mixed(self, earlier: Sequence[Fit]) -> list[Fit]:
         """The earlier fits, and fits of designs with two buckets: first all cuts are tried, then cuts near the best."""
@@ -396,7 +385,7 @@ class FleetSearch:
             if not options[-1]:
                 return None
             least[number] = options[-1][0][0]
-        return self._cheapest(design, options, cost, allowed)
+        return self._cheapest(design, options, cost, never_served)
 
     def least_replicas(self, bucket: Bucket, allowed: int, most: int) -> int | None:
         """Return the fewest groups with at most `allowed` late requests; None if `most` groups are too few."""
@@ -415,17 +404,21 @@ class FleetSearch:
         return high
 
     def answers(self, fits: Sequence[Fit]) -> list[FleetAnswer]:
-        """The fleets of the fits that meet the target, best first."""
+        """The fleets of the fits that meet the target, best first: those with a fleet that decodes, by total cost."""
         answers = list[FleetAnswer]()
         for fit in self.work.in_time(fits, lambda: any(one.meets for one in answers)):
             answer = self.simulator.answer(fit.fleet)
             if self.simulator.request.sure:
                 answer = self.more_groups(answer)
             answers.append(answer)
+        return self.in_order(answers)
 
-        def key(answer: FleetAnswer) -> tuple[float, float]:
-            cost = sum(self.limits.cost(group.gpus_per_group) * group.replicas for group in answer.groups)
-            return cost, answer.target_ttft_s
+    def in_order(self, answers: Iterable[FleetAnswer]) -> list[FleetAnswer]:
+        """Those of the fleets that meet the target, best first."""
+
+        def key(answer: FleetAnswer) -> tuple[bool, float, int, float]:
+            cost = answer.total_cost_per_hour if self.limits.by_cost else answer.total_gpus
+            return answer.no_decode is not None, cost or 0.0, answer.unserved, answer.target_ttft_s
 
         return sorted((answer for answer in answers if answer.meets), key=key)
 
@@ -447,7 +440,7 @@ class FleetSearch:
     def around(self, fits: Sequence[Fit], answers: Sequence[FleetAnswer]) -> tuple[FleetAnswer, ...]:
         """Fleets of the best designs, with fewer and more groups; without designs, fractions of the largest fleets.
 
-        answers: fleets that are simulated already.
+        answers: fleets that are simulated already, of which the first is among the results.
         """
         designs = [fit.fleet for fit in fits[: _FINALISTS if self.simulator.requests <= MANY else _FINALISTS_OF_MANY]]
         scaled = [
@@ -455,16 +448,19 @@ class FleetSearch:
             for design in designs or self.largest()
             for scale in (_SCALES if designs else _BELOW)
         ]
-        fleets = [one for one in dict.fromkeys(scaled) if gpus_of(one) <= self.limits.max_gpus]
-        self.work.finish(len(fleets))
+        fleets = [answers[0].fleet] if answers else []
+        fleets += [one for one in scaled if gpus_of(one) <= self.limits.max_gpus]
+        fleets = list(dict.fromkeys(fleets))
         by_fleet = {one.fleet: one for one in answers}
         for fleet in self.work.in_time([one for one in fleets if one not in by_fleet], lambda: True):
-            by_fleet[fleet] = replace(self.simulator.answer(fleet, has_interval=False), runs=())
-        return tuple(by_fleet[one] for one in fleets if one in by_fleet) or tuple(answers)
+            by_fleet[fleet] = replace(self.simulator.answer(fleet), runs=())
+        around = [by_fleet[one] for one in fleets if one in by_fleet and by_fleet[one].no_decode is None]
+        return tuple(around) or tuple(answers)
 
     def nearest_miss(self) -> FleetAnswer:
-        """The uniform fleet within the limits with the least requested percentile."""
-        return min(map(self.simulator.answer, self.largest()), key=lambda answer: answer.target_ttft_s)
+        """The uniform fleet within the limits with the least requested percentile; if all are infinite, most served."""
+        answers = map(self.simulator.answer, self.largest())
+        return min(answers, key=lambda answer: (answer.target_ttft_s, answer.unserved))
 
     def infeasible(self, fits: Sequence[Fit]) -> list[Infeasible]:
         """Group sizes whose uniform fleets miss the target, and the reason for the type with fewest late requests."""
@@ -489,8 +485,8 @@ class FleetSearch:
         alone_s = simulator.ttft_alone_s(group.type)
         never, late = int(np.isinf(alone_s).sum()), int((alone_s > target.slo_s).sum())
         if never > simulator.allowed:
-            fitting = f"{never} of {len(alone_s)} contexts do not fit in memory; at most {simulator.allowed} may"
-            return reason("memory", fitting)
+            share = f"{format_share(never / len(alone_s))} of the contexts do not fit in memory"
+            return reason("memory", f"{share}; at most {100 - target.percentile:.4g} % may")
         if late > simulator.allowed:
             reached_s = percentile_of(alone_s, target.percentile)
             return reason("alone", f"even with no queue {percent} take up to {reached_s:.3g} s, {above}")
@@ -533,14 +529,16 @@ class FleetSearch:
         return options
 
     def _cheapest(
-        self, design: Fleet, options: list[list[tuple[int, int]]], cost: list[float], allowed: int
+        self, design: Fleet, options: list[list[tuple[int, int]]], cost: list[float], never_served: int
     ) -> Fit | None:
+        allowed = self.simulator.allowed - never_served
         fits = list[Fit]()
         for combination in itertools.product(*options):
             replicas, late = zip(*combination, strict=True)
             groups = tuple(bucket.of(count) for bucket, count in zip(design, replicas, strict=True))
             if sum(late) <= allowed and gpus_of(groups) <= self.limits.max_gpus:
-                fits.append(Fit(design=groups, cost=float(np.dot(cost, replicas)), late=sum(late)))
+                price = float(np.dot(cost, replicas))
+                fits.append(Fit(design=groups, cost=price, late=sum(late), never_served=never_served))
         best = min(fits, key=lambda fit: (fit.cost, fit.late, *(group.replicas for group in fit.design)), default=None)
         # A design with an empty bucket has only one bucket; such designs are tried separately.
         return None if best is None or (len(design) > 1 and len(best.fleet) < len(design)) else best
@@ -571,6 +569,18 @@ class FleetSearch:
         steps = ((border, 1 << max(0, border.bit_length() - 5)) for border in cuts)
         rounded = {max(1, round(border / step) * step) for border, step in steps}
         return sorted(border for border in rounded if border < self.longest)
+
+
+def _sequences(runs: Sequence[FleetRun]) -> list[Sequences]:
+    """The sequences that are decoded after the prefills of each workload."""
+    return [
+        Sequences(
+            first_token_s=run.workload.arrival_s + run.ttft_s,
+            context_len=run.workload.context_len,
+            output_tokens=run.workload.output_tokens,
+        )
+        for run in runs
+    ]
 
 
 def _high_s(answer: FleetAnswer) -> float:

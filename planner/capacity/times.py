@@ -190,7 +190,7 @@ class Prefills:
         self.shared = self.scenario.cluster.shares_bandwidth
 
     def about_s(self, cached_prefix: int) -> float:
-        """Estimated seconds that `times` takes on one core, to estimate the remaining time."""
+        """Estimated seconds that `times` takes on one core, the weight of its progress."""
         if not self._fits(cached_prefix, Partition.even(self.num_ranks, self.num_ranks)):
             return 0.001
         layers = self.scenario.share.layer_kind_index
@@ -422,17 +422,19 @@ class ServiceTimes:
         """The most new tokens that fit in the memory of this type of group without a cached prefix; 0: none."""
         return self.grids(group)[0].most_new_tokens
 
+    def is_for(self, longest_new: int, longest_prefix: int) -> bool:
+        """Whether these service times equal those for workloads with other longest lengths."""
+        grid = self.lengths.tolist(), self.prefixes
+        return grid == (simulated_lengths(1, _power_above(longest_new)).tolist(), _simulated_prefixes(longest_prefix))
+
     def under(self, policy: StrategyPolicy) -> Self:
         """The service times under another policy; both objects share the simulation results."""
         other = copy(self)
         other.policy, other._grids = policy, {}
         return other
 
-    def fill(self, sizes: Sequence[int], work: Work, searches: float) -> None:
-        """Simulate all strategies on groups of these sizes; if the time budget ends, leave out the others.
-
-        searches: expected number of searches of fleets that follow.
-        """
+    def fill(self, sizes: Sequence[int], work: Work) -> None:
+        """Simulate all strategies on groups of these sizes; if the time budget ends, leave out the others."""
         calls = {
             (size, strategy.name, prefix): self._call(size, strategy, prefix)
             for size in sizes
@@ -441,12 +443,15 @@ class ServiceTimes:
             for prefix in self.prefixes
             if (size, strategy.name, prefix) not in self._of_strategies
         }
-        about_s = [prefills.about_s(prefix) / work.pool.jobs for prefills, prefix, *_ in calls.values()]
-        work.begin(sum(about_s), searches)
+        expected_s = [prefills.about_s(prefix) for prefills, prefix, *_ in calls.values()]
+        total_s = sum(expected_s)
+        done_s = 0.0
+        work.prefill(done_s, total_s)
         results = work.pool.run(Prefills.times, list(calls.values()), share=_TIMES_SHARE)
-        for key, seconds, grid in zip(calls, about_s, results, strict=False):
+        for key, seconds, grid in zip(calls, expected_s, results, strict=False):
             self._of_strategies[key] = grid
-            work.add(seconds)
+            done_s += seconds
+            work.prefill(done_s, total_s)
         for size, name in dict.fromkeys(key[:2] for key in calls if key not in self._of_strategies):
             self.left_out.setdefault(size, []).append(name)
 
@@ -472,7 +477,7 @@ class ServiceTimes:
         """Arguments of `Prefills.times` for one prefix of the grid."""
         shorter_prefix = self.prefixes[max(0, self.prefixes.index(prefix) - 1)]
         prefills = Prefills(self.scenario.on_gpus(num_gpus), strategy)
-        return prefills, prefix, self.lengths, shorter_prefix, max(self.longest, int(self.lengths[-1]))
+        return prefills, prefix, self.lengths, shorter_prefix, int(self.lengths[-1]) + self.prefixes[-1]
 
     def _strategies(self, group: GroupType) -> Sequence[Strategy]:
         return self.layouts(group.gpus)[group.weights]
@@ -556,13 +561,16 @@ class PackedTimes(ServiceTimes):
         self.pack_tokens = pack_tokens
         self._packings: dict[GroupType, Packing] = {}
 
+    def is_for(self, longest_new: int, longest_prefix: int) -> bool:
+        """Whether these service times equal those for workloads with other longest lengths."""
+        return (self.longest_new, self.longest) == (longest_new, longest_new + longest_prefix)
+
     def most_tokens(self, group: GroupType) -> float:
         """The most tokens that all prompts of a step may have in memory; 0: none."""
         return self.packing(group).most_tokens
 
-    def fill(self, sizes: Sequence[int], work: Work, searches: float) -> None:
+    def fill(self, sizes: Sequence[int], work: Work) -> None:
         """Simulate nothing: costs of steps are tabulated on first use, in this process."""
-        work.begin(0.0, searches)
 
     def packing(self, group: GroupType) -> Packing:
         """The durations of steps on groups of this type."""
@@ -594,10 +602,19 @@ class PackedTimes(ServiceTimes):
 
 
 def service_times(
-    scenario: Scenario, workloads: Sequence[Workload], policy: StrategyPolicy, pack: int | None = None
+    scenario: Scenario,
+    workloads: Sequence[Workload],
+    policy: StrategyPolicy,
+    pack: int | None = None,
+    earlier: ServiceTimes | None = None,
 ) -> ServiceTimes:
-    """Service times for all workloads; `pack`: most new tokens of a packed step; None: prompts run one by one."""
+    """Service times for all workloads; `pack`: most new tokens of a packed step; None: prompts run one by one.
+
+    earlier: service times of the same scenario for other workloads, whose simulations are used where the grid is equal.
+    """
     new, prefix = (max(int(getattr(one, name).max()) for one in workloads) for name in ("new_tokens", "cached_prefix"))
+    if earlier is not None and earlier.is_for(new, prefix):
+        return earlier.under(policy)
     if pack is None:
         return ServiceTimes(scenario, new, prefix, policy)
     return PackedTimes(scenario, new, prefix, policy, pack)

@@ -238,6 +238,16 @@ class Source:
             requests = read_trace(source, names=names)
         return cls(requests=requests, rate_scale=rate_scale)
 
+    def times(self, factor: float) -> Source:
+        """`factor` times as many requests in the same time, as with that factor on `rate_scale`."""
+        return replace(self, rate_scale=self.rate_scale * factor)
+
+    @property
+    def num_requests(self) -> float:
+        """Expected number of requests of a workload."""
+        requests = self.requests.requests if isinstance(self.requests, Synthetic) else len(self.requests)
+        return self.rate_scale * requests
+
     @property
     def is_random(self) -> bool:
         """Whether requests depend on the seed."""

@@ -70,7 +70,13 @@ def capacity(
 
 
 _SHOWN = 6  # number of fleets shown
-_FIRST = ("interval:", "engines:", "traffic:", "would meet:")  # labels of the details that are next to the answer
+_FIRST = (
+    "interval:",
+    "engines:",
+    "traffic:",
+    "serves more:",
+    "would meet:",
+)  # labels of the details that are next to the answer
 
 
 def capacity_screen(plan: CapacityPlan) -> list[Part]:
@@ -83,7 +89,7 @@ def capacity_screen(plan: CapacityPlan) -> list[Part]:
         ("answer:" if plan.feasible else "no answer:", emphasised(verdict(plan))),
         ("target:", headline(plan)),
         *(
-            ("groups:", f"{tokens} new tokens: {groups}; time by strategy: {strategies}; {requests} requests")
+            ("groups:", f"{tokens} new tokens: {groups}; time by strategy: {strategies}; {requests} of the requests")
             for tokens, groups, strategies, requests in (group_table(plan).texts() if is_served else ())
         ),
         *(row for row in about if row[0] in _FIRST),

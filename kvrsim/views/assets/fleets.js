@@ -19,12 +19,14 @@ kv.ready((data) => {
   const known = () => data.tried.filter((one) => at(one.ttft_s) !== null);
   function front() {
     const found = [];
-    for (const one of known().sort((a, b) => cost(a) - cost(b) || at(a.ttft_s) - at(b.ttft_s))) {
+    for (const one of known().filter((fleet) => !data.sure || fleet.safe).sort((a, b) => cost(a) - cost(b) || at(a.ttft_s) - at(b.ttft_s))) {
       if (!found.length || at(one.ttft_s) < at(found[found.length - 1].ttft_s) * 0.99) found.push(one);
     }
     return found;
   }
-  const cheapest = () => known().filter((one) => at(one.ttft_s) <= state.target)
+  // With --sure, a fleet whose interval ends above the target of the question is not safe, and is no answer to it.
+  const counts = (one) => !data.sure || one.safe || state.percentile !== data.percentile || state.target > data.slo_s * 1.001;
+  const cheapest = () => known().filter((one) => counts(one) && at(one.ttft_s) <= state.target)
     .sort((a, b) => cost(a) - cost(b) || at(a.ttft_s) - at(b.ttft_s))[0] ?? null;
   const fastest = () => known().filter((one) => cost(one) <= state.budget * (1 + 1e-9))
     .sort((a, b) => at(a.ttft_s) - at(b.ttft_s))[0] ?? null;
@@ -92,19 +94,21 @@ kv.ready((data) => {
       return here ? at(here.ttft_s) : null;
     };
     const line = { name: priced() ? "the fastest at this price" : "the fastest with so many GPUs", colour: "--accent", step: true, points: false, values: shown.map((one) => held(one)) };
-    const dots = { name: "fleets simulated", colour: "--ink", line: false, size: 7, values: shown.map((one) => (at(one.ttft_s) > most ? null : at(one.ttft_s))) };
+    const unsafe = { name: "not safe: the interval ends above the target", colour: "--dim", line: false, size: 7, values: shown.map((one) => (data.sure && !one.safe && at(one.ttft_s) <= most ? at(one.ttft_s) : null)) };
+    const dots = { name: "fleets simulated", colour: "--ink", line: false, size: 7, values: shown.map((one) => (at(one.ttft_s) > most || (data.sure && !one.safe) ? null : at(one.ttft_s))) };
     // A place of no fleet at each end, so that all percentiles have one axis.
-    for (const one of [line, dots]) one.values = [null, ...one.values, null];
-    return [[prices[0] / 1.2, ...shown.map(cost), prices[prices.length - 1] * 1.2], [line, dots]];
+    const drawn = data.sure ? [line, dots, unsafe] : [line, dots];
+    for (const one of drawn) one.values = [null, ...one.values, null];
+    return [[prices[0] / 1.2, ...shown.map(cost), prices[prices.length - 1] * 1.2], drawn];
   }
   function words(one) {
-    return [["TTFT", `${kv.seconds(at(one.ttft_s))} (${state.percentile} %)`], ["GPUs", String(one.gpus)],
+    return [["TTFT", `${kv.seconds(at(one.ttft_s))} (${state.percentile} %)`], [data.decodes ? "GPUs, prefill and decoding" : "GPUs", String(one.gpus)],
       ["cost", priced() ? money(cost(one)) : ""], ["utilisation", busy(one)]];
   }
   const [xs, lines] = series();
   const chart = kv.chart(chartHost, {
     label: "Fleets: cost and TTFT. The sliders above move the target and the price.", height: 360, xs, series: lines, marks: [targetMark, budgetMark], rings,
-    x: { title: priced() ? "cost per hour" : "GPUs", format: (value) => String(Number(value.toPrecision(4))), log: 2, tight: true },
+    x: { title: `${priced() ? "$ per hour" : "GPUs"}, ${data.decodes ? "prefill and decoding" : "for prefill only"}`, format: (value) => String(Number(value.toPrecision(4))), log: 2, tight: true },
     y: { title: "TTFT", format: kv.seconds, log: true, least, most, tight: true },
     hover: (index) => (shown[index - 1] ? [shown[index - 1].fleet, words(shown[index - 1])] : ["", []]),
   });
@@ -117,7 +121,7 @@ kv.ready((data) => {
       kv.el("h3", { text: title }),
       kv.el("p", { class: "answer" }, kv.el("strong", { text: `${one.gpus} GPU${one.gpus === 1 ? "" : "s"}` }), `${priced() ? `, ${money(cost(one))}` : ""}: ${one.fleet}`),
       kv.el("p", { text: `${state.percentile} % within ${kv.seconds(at(one.ttft_s))}. Busy ${busy(one)} of the time.` }),
-      kv.el("p", { class: "lead", text: `${one.requests} requests simulated.` }));
+      kv.el("p", { class: "lead", text: `${one.requests} requests simulated${data.samples > 1 ? `, in ${data.samples} samples` : ""}.` }));
   }
   function update() {
     const [within, paid] = [cheapest(), fastest()];

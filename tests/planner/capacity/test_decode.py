@@ -14,7 +14,7 @@ from kvrsim.cli import main as cli
 from kvrsim.memory import RUNTIME_BYTES
 from kvrsim.model.load import load_model
 from kvrsim.scenario import Scenario
-from planner.capacity.decode import DecodeFleet, Sequences, Transfer, decode_fleet
+from planner.capacity.decode import DecodeFleet, Decoding, Sequences, Transfer, mean_context
 from planner.capacity.fleet import FleetLimits
 from planner.decode import decoding_rank, step_s
 
@@ -47,8 +47,8 @@ def test_a_step_reads_weights_and_caches_once() -> None:
 
 def test_the_batch_is_the_largest_within_memory_and_tpot() -> None:
     scenario = large()
-    loose = decode_fleet(scenario, FleetLimits(sizes=(2, 4)), sequences(2000), 0.2)
-    tight = decode_fleet(scenario, FleetLimits(sizes=(4, 8)), sequences(2000), 0.02)
+    loose = Decoding(scenario, FleetLimits(sizes=(2, 4)), 0.2).fleet([sequences(2000)])
+    tight = Decoding(scenario, FleetLimits(sizes=(4, 8)), 0.02).fleet([sequences(2000)])
     assert isinstance(loose, DecodeFleet)
     assert isinstance(tight, DecodeFleet)
     assert loose.limited_by == "memory"
@@ -91,8 +91,7 @@ def test_a_model_of_70b_gets_both_fleets() -> None:
     assert plan.decode_fleet is not None
     assert plan.decode_fleet.step_s <= plan.decode_fleet.tpot_s == 0.05
     assert plan.decode_fleet.cost_per_hour == 2.0 * plan.decode_fleet.num_gpus
-    assert plan.answer.growth is not None
-    assert plan.answer.growth.decode_gpus > 0  # a larger fleet needs more GPUs for decoding, too
+    assert all(growth.decode_gpus >= plan.decode_fleet.num_gpus for growth in plan.growth)
     slow = kvrsim.capacity(**options, kv_transfer_bandwidth="100MB/s")
     assert slow.answer is None or slow.answer.num_gpus > plan.answer.num_gpus
     content = json.loads(json.dumps(plan.to_dict()))
@@ -110,7 +109,7 @@ def test_sequences_at_once_and_their_mean_context() -> None:
     decoded = sequences(10, every_s=1.0)
     assert decoded.most_at_once(0.04) == 4  # 100 steps take 4 s: the fifth sequence begins when the first ends
     assert decoded.most_at_once(0.001) == 1
-    assert decoded.mean_context == 1051
+    assert mean_context([decoded]) == 1051
     never = Sequences(
         first_token_s=np.array([0.0, np.inf]), context_len=np.array([10, 10]), output_tokens=np.array([5, 5])
     )

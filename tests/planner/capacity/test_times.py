@@ -19,10 +19,8 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.candidates import partition_of
 from planner.capacity.fleet import WHOLE, GroupType
-from planner.capacity.request import CapacityRequest, Target
 from planner.capacity.times import Prefills, ServiceTimes, StrategyPolicy, weights_of
 from planner.capacity.work import Work
-from planner.capacity.workload import Source
 from planner.search.search import search
 
 CHAINS = StrategyPolicy(names=("single", "tsp", "kvr-s"))
@@ -98,17 +96,14 @@ def test_contexts_that_do_not_fit_in_memory_take_forever() -> None:
 def test_two_policies_share_the_simulations() -> None:
     times = ServiceTimes(scenario("a100-eager"), 512, 0, CHAINS)
     reports: list[float] = []
-    request = CapacityRequest(
-        source=Source.of("synthetic:poisson,rate=1,requests=9,context=512"), target=Target(slo_s=1.0, percentile=99.0)
-    )
-    work = Work(request, 0, report=lambda done, total, text: reports.append(done))
-    times.fill((1, 2), work, 1.0)
+    work = Work(report=lambda done, total, text: reports.append(done))
+    times.fill((1, 2), work)
     assert reports == sorted(reports)
     assert (reports[0], reports[-1]) == (0, pytest.approx(100))
     count = len(reports)
     other = times.under(StrategyPolicy(names=("tsp",)))
-    other.fill((1, 2), work, 1.0)
-    assert len(reports) == count + 1  # nothing is left to simulate
+    other.fill((1, 2), work)
+    assert len(reports) == count  # nothing is left to simulate
     assert {one for grid in other.grids(GroupType(2)) for one in grid.strategy} == {"tsp"}
 
 
