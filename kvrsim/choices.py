@@ -44,10 +44,11 @@ SECTIONS = (  # sections of the help, in this order
     "Output",
 )
 ALL_OPTIONS = "kvrsim.all_options"  # key in a command's context; if set, the help shows every option
-FEW_OPTIONS = 8  # number of options in a short help: required ones, then FIRST_OPTIONS
+FEW_OPTIONS = 14  # number of options in a short help: required ones, then FIRST_OPTIONS
 FIRST_OPTIONS = (
     *("requests", "slo_ttft", "percentile", "max_gpus", "price_per_gpu_hour", "tpot", "emit", "plot", "ctx", "gpus"),
-    *("strategy", "strategies", "partition", "slo", "explain", "breakdown", "check", "measurements", "top", "engine"),
+    *("strategy", "strategies", "partition", "slo", "rate", "engine", "only_deployable", "dtype", "cached_prefix"),
+    *("explain", "breakdown", "check", "measurements", "top"),
     *("profile", "output", "minutes", "ranks", "even_if_busy", "repeats", "noise", "model", "name", "link_bandwidths"),
     *("gpu", "link", "report", "device", "json"),
 )

@@ -98,3 +98,9 @@ def test_shells_complete_commands_options_and_names(words: str, expected: str) -
     command = [sys.executable, "-m", "kvrsim"]
     done = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, check=True)
     assert f"plain,{expected}" in done.stdout.split()
+
+
+def test_the_help_of_plan_shows_what_users_of_engines_ask_for(capsys: pytest.CaptureFixture[str]) -> None:
+    short = screen(capsys, "plan", "-h")
+    wanted = ("--engine", "--only-deployable", "--rate", "--slo", "--dtype", "--cached-prefix", "--emit", "--strategies")
+    assert [name for name in wanted if f"  {name} " not in short] == []
