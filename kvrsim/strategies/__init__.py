@@ -73,9 +73,10 @@ def _of_sizes(degrees: Degrees) -> Strategy:
         sized = _with_degrees(base, degrees)
         if degrees.pipeline != 1:
             return sized
-        return replace(sized, title="tensor parallelism, chunked prefill" if degrees.tensor != 1 else "chunked prefill")
+        return replace(sized, title=_title("chunked prefill: prompt in pieces", degrees))
     inside = STRATEGIES[degrees.scheme]
-    title = f"pipeline of layers, {degrees.context} context ranks a stage"
+    stages = "pipeline of layers" if degrees.pipeline is None else f"{degrees.pipeline} stages"
+    title = f"{stages}, context over {degrees.context} ranks"
     source = f"{base.source}; inside a stage: {inside.source}"
     return _with_degrees(replace(base, title=title, source=source, layer=inside.layer), degrees)
 
@@ -84,15 +85,25 @@ def _with_degrees(base: Strategy, degrees: Degrees) -> Strategy:
     """A strategy with other sizes, which appear in its name, title and sources."""
     if degrees == base.degrees:
         return base
-    title, source, tensor = base.title, base.source, degrees.tensor
-    if tensor != 1 and base is not TENSOR_PARALLEL:
-        title = f"tensor parallelism in groups of {tensor or 'the other GPUs'}; between them {title}"
+    source = base.source
+    if degrees.tensor != 1 and base is not TENSOR_PARALLEL:
         source = f"{TENSOR_PARALLEL.source}; {source}"
-    if degrees.data != 1:
-        title = f"{title}; attention in {degrees.data or 'as many'} groups with prompts of their own"
-    if degrees.experts != "default":
-        title = f"{title}; experts {'spread' if degrees.experts == 'ep' else 'whole on each rank'}"
+    title = _title("" if base is TENSOR_PARALLEL else base.title, degrees)
     return replace(base, name=degrees.name, title=title, source=source, degrees=degrees)
+
+
+def _title(inside: str, degrees: Degrees) -> str:
+    """Title of a strategy with other sizes. inside: title of what is between the groups of tensor parallelism."""
+    parts = list[str]()
+    if degrees.data != 1:
+        parts.append("prompts over groups" if degrees.data is None else f"prompts over {degrees.data} groups")
+    if degrees.tensor != 1:
+        parts.append("tensor parallelism" if degrees.tensor is None else f"tensor parallelism by {degrees.tensor}")
+    if inside:
+        parts.append(inside)
+    if degrees.experts != "default":
+        parts.append("experts spread" if degrees.experts == "ep" else "experts copied")
+    return "; ".join(parts)
 
 
 def label_of(strategy: str | Strategy) -> str:

@@ -29,7 +29,7 @@ def others(step: Step, rank: int) -> Array:
 
 TSP = Strategy(
     name="tsp",
-    title="all-gather of K and V, even chunks",
+    title="K and V gathered, even chunks",
     source="KV-Runahead, Fig. 4 (its baseline)",
     partition_rule="even",
     layer=tsp_layer,
@@ -67,7 +67,7 @@ def pieces(step: Step, rank: int) -> tuple[tuple[Array, Array], tuple[Array, Arr
 
 ZIGZAG = Strategy(
     name="zigzag",
-    title="all-gather of K and V, an early and a late piece per rank",
+    title="K and V gathered, early and late pieces",
     source="The Llama 3 Herd of Models, 2024 (arXiv:2407.21783), section 3.3.2; as SGLang and vLLM balance prefills",
     partition_rule="even",
     layer=zigzag_layer,
@@ -90,7 +90,7 @@ def interleave_layer(step: Step, rank: int) -> Iterator[Op]:
 INTERLEAVE = replace(
     ZIGZAG,
     name="interleave",
-    title="all-gather of K and V, every N-th token on a rank",
+    title="K and V gathered, every N-th token",
     source="SGLang 0.5.23, --cp-strategy interleave (sglang/srt/layers/cp/interleave.py)",
     layer=interleave_layer,
 )

@@ -56,19 +56,19 @@ def whole_queries(model: ModelSpec, ranks: int) -> str | None:
 
 KVR_S = Strategy(
     name="kvr-s",
-    title="KV-Runahead, searched chunks",
+    title="KV-Runahead with searched chunks",
     source="KV-Runahead, Fig. 5",
     partition_rule="search",
     layer=layer,
     passes_state=True,
     chains=True,
 )
-KVR_E = replace(KVR_S, name="kvr-e", title="KV-Runahead, even chunks", partition_rule="even")
-KVR_P = replace(KVR_S, name="kvr-p", title="KV-Runahead, chunks from a table", partition_rule="table")
+KVR_E = replace(KVR_S, name="kvr-e", title="KV-Runahead with even chunks", partition_rule="even")
+KVR_P = replace(KVR_S, name="kvr-p", title="KV-Runahead with chunks from a table", partition_rule="table")
 KVR_B = replace(
     KVR_S,
     name="kvr-b",
-    title="KV-Runahead, searched chunks in query blocks",
+    title="KV-Runahead in blocks of queries",
     source="kvrsim (docs/explanation/query-blocks.md), after KV-Runahead, Fig. 5",
     query_blocks=(1, 2, 4, 8, 16, 32),
     near_chain=True,
@@ -76,7 +76,7 @@ KVR_B = replace(
 )
 KVR_DIRECT = Strategy(
     name="kvr-direct",
-    title="KV-Runahead, K and V sent to all later ranks",
+    title="KV-Runahead, sent to all later GPUs",
     source="KV-Runahead, Fig. 5, with point-to-point sends instead of the chain; chunks searched",
     partition_rule="search",
     layer=direct_layer,

@@ -33,11 +33,11 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
 
 
 SINGLE = Strategy(
-    name="single", title="one GPU", source="KV-Runahead, Fig. 1", partition_rule="whole", layer=layer, degrees=Degrees()
+    name="single", title="one GPU computes everything", source="KV-Runahead, Fig. 1", partition_rule="whole", layer=layer, degrees=Degrees()
 )
 TENSOR_PARALLEL = Strategy(
     name="tp",
-    title="tensor parallelism, all-reduce twice a layer",
+    title="tensor parallelism: every matrix split",
     source="Shoeybi et al., Megatron-LM, 2019 (arXiv:1909.08053)",
     partition_rule="even",
     layer=SINGLE.layer,

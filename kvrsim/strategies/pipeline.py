@@ -184,7 +184,7 @@ def refuses(model: ModelSpec, stages: int) -> str | None:
 
 PIPELINE = Strategy(
     name="pp",
-    title="pipeline of layers, context in pieces",
+    title="pipeline of layers, even pieces",
     source="Qin et al., Mooncake, 2024 (arXiv:2407.00079), section 5.1, with chunks as in Sarathi (arXiv:2308.16369)",
     partition_rule="pieces",
     layer=SINGLE.layer,
@@ -195,7 +195,7 @@ PIPELINE = Strategy(
 PIPELINE_SEARCHED = replace(
     PIPELINE,
     name="pp-s",
-    title="pipeline of layers, pieces and stages searched",
+    title="pipeline of layers, searched pieces",
     source=f"{PIPELINE.source}; pieces of equal time as in SGLang (dynamic chunking, 2025)",
     partition_rule="searched-pieces",
     degrees=Degrees(pipeline=None, pieces="searched"),

@@ -148,7 +148,7 @@ def _zigzag_blocks_s(step: Step, rank: int) -> Array:
 
 RING = Strategy(
     name="ring",
-    title="ring attention, K and V passed on",
+    title="ring attention over even chunks",
     source="Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, 2023 (arXiv:2310.01889)",
     partition_rule="even",
     layer=layer,
@@ -159,7 +159,7 @@ RING = Strategy(
 STRIPED = replace(
     RING,
     name="striped",
-    title="ring attention, every p-th token on a rank",
+    title="ring attention, every N-th token",
     source="Brandon et al., Striped Attention, 2023 (arXiv:2311.09431)",
     layer=striped_layer,
     passes_state=False,
@@ -167,7 +167,7 @@ STRIPED = replace(
 ZIGZAG_RING = replace(
     STRIPED,
     name="zigzag-ring",
-    title="ring attention, an early and a late piece per rank",
+    title="ring attention, early and late pieces",
     source="Zhu, ring-flash-attention, 2024 (github.com/zhuzilin/ring-flash-attention), zigzag_ring_flash_attn",
     layer=zigzag_layer,
 )

@@ -83,7 +83,7 @@ def refuses(model: ModelSpec, ranks: int) -> str | None:
 
 ULYSSES = Strategy(
     name="ulysses",
-    title="all-to-all between tokens and heads",
+    title="tokens exchanged for attention heads",
     source="Jacobs et al., DeepSpeed Ulysses, 2023 (arXiv:2309.14509)",
     partition_rule="even",
     layer=layer,
