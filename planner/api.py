@@ -37,6 +37,7 @@ from kvrsim.arguments import (
     takes,
 )
 from kvrsim.builder import build_scenario, build_scenarios
+from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
     from planner.candidates import Search
@@ -114,7 +115,7 @@ def plan_of(
     result = make_plan(
         scenario,
         strategies=compared.strategies,
-        search=replace(search or Search(), options=options),
+        search=replace(search or Search(), options=options, cluster_gpus=_gpus_of_cluster(args)),
         disturbance=None if disturbance is None else replace(disturbance, pool=pool),
         timelines=timelines,
         warnings=warnings,
@@ -122,6 +123,16 @@ def plan_of(
         target=compared,
     )
     return scenario, _with_users(result, scenario, users)
+
+
+def _gpus_of_cluster(args: ScenarioArgs) -> int | None:
+    """Number of GPUs of the whole cluster; None: all take part, or the question cannot be asked for all."""
+    if args.gpus is None:
+        return None
+    try:
+        return build_scenario(ScenarioArgs(**vars(args) | {"gpus": None}))[0].num_gpus
+    except InputError:
+        return None
 
 
 @takes(ScenarioArgs, SimulateArgs, NoiseArgs, UsersArgs, timeline=flag)

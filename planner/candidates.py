@@ -253,6 +253,7 @@ class Search:
     on_candidate: Callable[[Candidate], object] | None = None  # called with each new best of a strategy
     allowance: Allowance | None = None  # limit of the work of one search; None: no limit
     engine: ForEngine | None = None  # only this engine's strategies count as deployable; None: those of any engine
+    cluster_gpus: int | None = None  # GPUs of the whole cluster; None: those that take part
 
     def candidate(self, scenario: Scenario, strategy: Strategy, warm_start: Partition | None = None) -> Candidate:
         """The strategy with its best partition. warm_start: the best partition of KVR's chain."""

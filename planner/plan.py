@@ -14,6 +14,7 @@ from kvrsim.program import AllGather, AllToAll, Op, Program, RingPass
 from kvrsim.results.question import Question
 from kvrsim.results.results import (
     NEAR,
+    Advice,
     Bounds,
     ChainBound,
     NoiseReport,
@@ -27,6 +28,7 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, label_of
 from kvrsim.strategies.pipeline import layers_of
 from kvrsim.units import format_bytes
+from planner.advice import advice_of
 from planner.candidates import (
     Candidate,
     ComparedStrategies,
@@ -86,6 +88,7 @@ def make_plan(
     return Plan.of(
         {
             "bounds": ranking.bounds,
+            "advice": lambda: ranking.advice(search, is_named=strategies is not None),
             "timeline": lambda: ranking.best.timeline if timelines else None,
             "timelines": lambda: {one.strategy.name: one.timeline for one in timed},
         },
@@ -300,6 +303,12 @@ class Ranking:
                 room -= count
                 timed.append(one)
         return timed, [note("timelines", strategies=", ".join(missing), most=MOST_SPANS)] if missing else []
+
+    def advice(self, search: Search, *, is_named: bool) -> tuple[Advice, ...]:
+        """Simulated changes of the question that are faster; none under noise, or if no candidate fits."""
+        if self.noisy or not self.best.fits:
+            return ()
+        return advice_of(self.best, self.ranked, search, is_named=is_named)
 
     # -- notes
 

@@ -12,19 +12,19 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.units import scale
 
+OPERATIONS = {  # kind of operation: its name in answers
+    "gemm": "matrix products",
+    "attention": "attention",
+    "latent": "latent attention",
+    "sparse": "sparse attention",
+    "experts": "experts",
+    "recurrence": "recurrences",
+    "elementwise": "norms, rotary and copies",
+    "links": "communication",
+    "host": "the engine's host",
+}
 _STEP = 1e-3  # relative slowdown with which shares are measured
 _LEAST = 0.005  # least share of TTFT for which a limit is listed
-_WORDS = {  # kind of operation: its name, and how to make it faster
-    "gemm": ("matrix products", "FP8 weights (--dtype fp8), or more GPUs that split each matrix"),
-    "attention": ("attention", "a cached prefix, or more GPUs per prompt"),
-    "latent": ("latent attention", "a cached prefix, or more GPUs per prompt"),
-    "sparse": ("sparse attention", "a cached prefix, or more GPUs that split the context"),
-    "experts": ("experts", "--expert-parallel, or more GPUs"),
-    "recurrence": ("recurrences", "more GPUs per prompt"),
-    "elementwise": ("norms, rotary and copies", "more GPUs that split the tokens"),
-    "links": ("communication", "faster links, fewer GPUs that split each matrix, or a pipeline"),
-    "host": ("the engine's host", "an engine with fewer launches, or longer pieces"),
-}
 
 
 def limits_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> tuple[Limit, ...]:
@@ -53,9 +53,4 @@ def limits_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> t
     shares = {kind: float(seconds / base_s - 1) / _STEP for kind, seconds in times.items()}
     whole = max(1.0, sum(shares.values()))  # above 1 if several paths are critical at the same time
     ranked = sorted(((kind, share / whole) for kind, share in shares.items()), key=lambda item: -item[1])
-    words = dict(_WORDS)
-    if scenario.expert_placement.layout.expert_parallel > 1:
-        words["experts"] = ("experts", "more GPUs")
-    return tuple(
-        Limit(operation=words[kind][0], share=share, remedy=words[kind][1]) for kind, share in ranked if share >= _LEAST
-    )
+    return tuple(Limit(operation=OPERATIONS[kind], share=share) for kind, share in ranked if share >= _LEAST)

@@ -351,7 +351,6 @@ class Limit:
 
     operation: str
     share: float  # share of TTFT
-    remedy: str  # change that makes the operation faster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -477,6 +476,14 @@ class Plan(Answer, OnFirstUse):
     def deployable(self) -> StrategyResult | None:
         """The fastest strategy that the plan's engine launches, or without an engine any; None: none fits."""
         return self.best_on(*(DEPLOY_ENGINES if self.engine is None else [self.engine]))
+
+    @property
+    def passed_over(self) -> StrategyResult | None:
+        """The fastest strategy, if it is more than 2 % faster than the best and the plan's engine lacks it."""
+        fastest = self.fastest
+        if self.engine is None or fastest is None or self.engine in fastest.engines:
+            return None
+        return fastest if fastest.ttft_s * NEAR < self.first.ttft_s else None
 
     def best_on(self, *engines: str) -> StrategyResult | None:
         """The fastest strategy that fits and that one of these engines has; within 2 %, the easiest to deploy.

@@ -33,7 +33,12 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
 
 
 SINGLE = Strategy(
-    name="single", title="one GPU computes everything", source="KV-Runahead, Fig. 1", partition_rule="whole", layer=layer, degrees=Degrees()
+    name="single",
+    title="one GPU computes everything",
+    source="KV-Runahead, Fig. 1",
+    partition_rule="whole",
+    layer=layer,
+    degrees=Degrees(),
 )
 TENSOR_PARALLEL = Strategy(
     name="tp",

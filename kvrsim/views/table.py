@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from kvrsim.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from kvrsim.results.results import Plan, Promise, PromptShare, SimResult
+    from kvrsim.results.results import Plan, Promise, PromptShare, SimResult, StrategyResult
 
 INTERVAL_TITLES = ("80 %\ninterval", "prediction\ninterval")
 TIED = "≈"  # mark of a strategy that the prediction cannot distinguish from the best
@@ -152,12 +152,9 @@ MOST_ROWS = 5  # largest number of rows on the first screen
 def strategies_table(plan: Plan, *, short: bool = False) -> Table:
     """Table of strategies in the plan's order, the best in bold.
 
-    short: at most five strategies that fit, the best included; all times have one unit.
+    short: at most five strategies that fit, each explained; all times have one unit.
     """
-    rows = list(plan.strategies)
-    if short:
-        rows = [one for one in rows if one.fits][:MOST_ROWS]
-        rows = rows if any(one is plan.first for one in rows) else [*rows[: MOST_ROWS - 1], plan.first]
+    rows = first_rows(plan) if short else list(plan.strategies)
     unit = format_seconds(max(one.ttft_high_s for one in rows)).split(" ")[1]
     over = None if plan.yardstick is None else baseline_title(plan.yardstick)
     columns = {  # columns, and whether each is shown
@@ -171,9 +168,10 @@ def strategies_table(plan: Plan, *, short: bool = False) -> Table:
         is not None,
         Column(title="exposed\ncomm.", number=True, rank=5, hint="TTFT minus TTFT with free communication"): not short,
         Column(title="longest\nwait", number=True, rank=6, hint="of the rank that waits longest"): not short,
-        Column(title="peak\nmemory", number=True, rank=3, hint="of the rank that needs the most"): True,
+        Column(title="peak\nmemory", number=True, rank=7, hint="of the rank that needs the most"): True,
         Column(title="fits\n", hint=plan.memory_limit.describe()): not short,
         Column(title="engines\n", rank=4): short,
+        Column(title="what it is\n", rank=3, wraps=True): short,
     }
     columns_here = [one._replace(title=one.label) if short else one for one, is_shown in columns.items() if is_shown]
     table = Table(columns=columns_here)
@@ -194,9 +192,41 @@ def strategies_table(plan: Plan, *, short: bool = False) -> Table:
             bytes_cell(max(rank.total for rank in one.memory)),
             fits_text(one.fits),
             ", ".join(one.engines) or "none",
+            one.title,
         )
         table.add_row(*compress(cells, columns.values()), style="bold" if one is plan.first else None)
     return table
+
+
+def first_rows(plan: Plan) -> list[StrategyResult]:
+    """The rows of the first screen: the fastest that fit, the best included.
+
+    With an engine: the fastest of all and the fastest that the engine launches.
+    """
+    fitting = [one for one in plan.strategies if one.fits]
+    if plan.engine is not None and plan.deployable is not None:
+        fitting = [one for one in fitting if plan.engine in one.engines or one is plan.fastest]
+    rows = fitting[:MOST_ROWS]
+    return rows if any(one is plan.first for one in rows) else [*rows[: MOST_ROWS - 1], plan.first]
+
+
+def tie_text(plan: Plan, rows: Sequence[StrategyResult]) -> str | None:
+    """What the mark of ties means, if one of these rows has it; and why a row that is nearer to the best has none."""
+    best = plan.first
+    tied = [one for one in rows if one.is_tied]
+    if not plan.feasible or not tied:
+        return None
+    meaning = f"{TIED} ties with {best.strategy}: the error of the prediction can explain the difference."
+    largest_s = max(abs(one.ttft_s - best.ttft_s) for one in tied)
+    others = [one for one in rows if one is not best and not one.is_tied]
+    nearer = [one.strategy for one in others if abs(one.ttft_s - best.ttft_s) < largest_s]
+    if not nearer:
+        return meaning
+    names = " and ".join(nearer)
+    certain = f"The smaller difference to {names} is certain, because it shares more of that error"
+    if len(nearer) > 1:
+        certain = f"The smaller differences to {names} are certain, because these share more of that error"
+    return f"{meaning} {certain} with {best.strategy}."
 
 
 def _in_unit(unit: str, *ends_s: float) -> str:
@@ -240,23 +270,23 @@ def ranks_table(result: SimResult) -> Table:
 # The first screen of a plan in sentences
 
 
-def sentences(plan: Plan, emit: str | None = None) -> Iterator[str]:
-    """Sentences: what to run, which TTFT the plan promises, and why. `emit` is the engine of --emit."""
-    best, promise = plan.first, plan.promise
+def sentences(plan: Plan) -> Iterator[str]:
+    """Sentences: what to run, what its engine lacks, which TTFT the plan promises, what limits it, and what helps."""
+    promise = plan.promise
     if promise is None:
         yield f"{plan.misfit[0].upper()}{plan.misfit[1:]}."
         yield from _would_fit(plan)
         return
-    gpus = f"{plan.num_gpus} GPU{'s' * (plan.num_gpus != 1)}"
-    chunks = f": {pieces_text(best.partition, best.layers is not None)}" if len(best.partition) > 1 else ""
-    yield f"Run {best.strategy} on {gpus}{chunks}."
+    yield f"{_run_text(plan)}."
+    yield from _beyond_the_engine(plan)
     yield from promise_sentences(plan, promise)
     if plan.limits:
         top = plan.limits[0]
         verb = "limit" if top.operation.endswith("s") else "limits"
-        share = f"{top.share * 100:.0f} % of the critical path"
-        yield f"Because {top.operation} {verb} it ({share}): {top.remedy} would help."
-    yield from _side_by_side(plan, emit)
+        helps = "; ".join(f"{one.change}: {format_seconds(one.ttft_s)}" for one in plan.advice)
+        faster = f" Faster, simulated: {helps}." if helps else ""
+        yield f"Because {top.operation} {verb} it ({top.share * 100:.0f} % of the critical path).{faster}"
+    yield from _launchers(plan)
 
 
 def promise_sentences(plan: Plan, promise: Promise) -> Iterator[str]:
@@ -315,36 +345,46 @@ def _target_text(promise: Promise, sure: str) -> str:
     return f"{verdict}; {rates}"
 
 
-def _side_by_side(plan: Plan, emit: str | None) -> Iterator[str]:
-    """Compare strategies that engines have with those that are faster but not available."""
+def named(one: StrategyResult) -> str:
+    """A strategy's name with its title: "tp2 (tensor parallelism by 2)"."""
+    return f"{one.strategy} ({one.title})"
+
+
+def _run_text(plan: Plan) -> str:
+    """What to run; if no engine has it, also the fastest that engines launch."""
     best = plan.first
+    gpus = f"{best.layout.num_gpus} GPU{'s' * (best.layout.num_gpus != 1)}"
+    chunks = f": {pieces_text(best.partition, best.layers is not None)}" if len(best.partition) > 1 else ""
+    run = f"Run {named(best)} on {gpus}{chunks}"
+    if plan.engine is not None and plan.deployable is None:
+        return f"{run}; {plan.engine} launches none of the compared strategies that fit"
     if best.engines:
-        engines = ", ".join(f"{name} {version.split()[0]}" for name, version in best.engines.items())
-        text = f"Engines today: {engines} (--emit {'|'.join(best.engines)} prints the launch)"
-        faster = [one for one in plan.strategies if one.ttft_s < best.ttft_s / 1.02]
-        faster = [one for one in faster if not (one.fits and one.engines)]
-        if faster:
-            other = min(faster, key=lambda one: one.ttft_s)
-            needs = f"needs {format_bytes(max(rank.total for rank in other.memory))} per GPU"
-            lack = "no engine has it" if other.fits else f"{needs} of {format_bytes(plan.memory_limit.nbytes)}"
-            text += f"; {other.strategy} would take {format_seconds(other.ttft_s)} but {lack}"
-        yield f"{text}."
-    else:
-        has = {one.strategy: one for name in _ENGINES if (one := plan.best_on(name)) is not None}
-        fastest = min(has.values(), key=lambda one: one.ttft_s, default=None)
-        today = "none of the compared strategies"
-        if fastest is not None:
-            today = f"{fastest.strategy}, {format_seconds(fastest.ttft_s)} ({', '.join(fastest.engines)})"
-        yield f"Engines today: {today}; vllm, sglang and trtllm lack {best.strategy}."
-    if emit is not None and emit not in best.engines:
-        has_best = plan.best_on(emit)
-        launched = "none of its strategies fits"
-        if has_best is not None:
-            launched = f"{has_best.strategy}, {format_seconds(has_best.ttft_s)}"
-        yield f"For {emit}: {launched}. It lacks {best.strategy}, {format_seconds(best.ttft_s)}."
+        return run
+    if plan.deployable is None:
+        return f"{run}; no engine launches it"
+    fastest = f"{named(plan.deployable)}, {format_seconds(plan.deployable.ttft_s)}"
+    return f"{run}; no engine launches it, and the fastest that engines launch is {fastest}"
 
 
-_ENGINES = ("vllm", "sglang", "trtllm")
+def _beyond_the_engine(plan: Plan) -> Iterator[str]:
+    """What would be faster than the best that the plan's engine launches."""
+    fastest = plan.passed_over
+    if fastest is None:
+        return
+    others = ", ".join(fastest.engines) or "no engine"
+    verb = "have" if len(fastest.engines) > 1 else "has"
+    yield f"{plan.engine} lacks the fastest, {named(fastest)}: {format_seconds(fastest.ttft_s)}; {others} {verb} it."
+
+
+def _launchers(plan: Plan) -> Iterator[str]:
+    """The engines that launch the plan, or the fastest strategy that one of them has."""
+    launched = plan.deployable
+    if launched is None:
+        return
+    engines = {name: version for name, version in launched.engines.items() if plan.engine in (None, name)}
+    versions = ", ".join(f"{name} {version.split()[0]}" for name, version in engines.items())
+    which = "" if launched is plan.first else f" with {launched.strategy}"
+    yield f"Engines today{which}: {versions} (--emit {'|'.join(engines)} prints the launch)."
 
 
 def _would_fit(plan: Plan) -> Iterator[str]:

@@ -181,11 +181,3 @@ def test_shares_of_the_critical_path_add_up_to_ttft(asked: dict[str, Any], strat
     assert sum(one.share for one in limits) == pytest.approx(1, abs=0.05)
     assert [one.share for one in limits] == sorted((one.share for one in limits), reverse=True)
     assert top in limits[0].operation
-
-
-@pytest.mark.parametrize(
-    ("strategies", "remedy"), [("cp2+ep2", "more GPUs"), ("tp", "--expert-parallel, or more GPUs")]
-)
-def test_the_remedy_for_experts_depends_on_their_layout(strategies: str, remedy: str) -> None:
-    plan = kvrsim.plan(model="mixtral-8x7b", cluster="8xh200", gpus=2, ctx="4k", strategies=strategies)
-    assert [one.remedy for one in plan.limits if one.operation == "experts"] == [remedy]

@@ -18,7 +18,7 @@ from kvrsim.errors import InputError
 from kvrsim.notes import with_code, without
 from kvrsim.text import printable
 from kvrsim.units import format_seconds
-from kvrsim.views.table import MOST_ROWS, TIED, Text, format_partition, sentences, strategies_table
+from kvrsim.views.table import TIED, Text, first_rows, format_partition, sentences, strategies_table, tie_text
 
 if TYPE_CHECKING:
     from kvrsim.results.results import Plan, StrategyResult
@@ -79,7 +79,7 @@ def plan(
 
     if launch is not None and not output.json:
         show_launch(launch)
-    print_answer(output, content, "strategies", lambda: plan_screen(result, deploy.emit, explain=output.explain))
+    print_answer(output, content, "strategies", lambda: plan_screen(result, explain=output.explain))
     if timeline := result.timeline:
         write_files(
             (files.trace, lambda path: timeline.write_chrome_trace(path, result.question)),
@@ -110,14 +110,15 @@ def _engine(deploy: DeployArgs) -> ForEngine | None:
 _DETAILS = ("memory", "paper", "even chunks", "even chunks, tied", "links, messages")  # notes that only --explain shows
 
 
-def plan_screen(plan: Plan, emit: str | None = None, *, explain: bool = False) -> list[lines.Part]:
+def plan_screen(plan: Plan, *, explain: bool = False) -> list[lines.Part]:
     """Screen of a plan: what to run, what to promise and why; the question; the fastest five; further notes.
 
     explain: all strategies, bounds, search, memory and notes.
     """
-    head: list[lines.Part] = [Text(f"{one[0].upper()}{one[1:]}.") for one in with_code(plan.warnings, "paper")]
-    first, *others = sentences(plan, emit)
-    head += [lines.headline(first), *others, "", *lines.header(plan.question, plan.cluster), ""]
+    first, *others = sentences(plan)
+    default = [f"{one[0].upper()}{one[1:]}." for one in with_code(plan.warnings, "paper")]
+    question = lines.header(plan.question, plan.cluster)
+    head: list[lines.Part] = [lines.headline(first), *others, "", *default, *question, ""]
     if explain:
         return [*head, strategies_table(plan), "", _explanation(plan)]
     notes = lines.note_rows(without(plan.warnings, *_DETAILS))
@@ -125,23 +126,33 @@ def plan_screen(plan: Plan, emit: str | None = None, *, explain: bool = False) -
     tail: list[lines.Part] = [*_left_out(plan), *([below] if below.rows else [])]
     if plan.feasible:
         head += [strategies_table(plan, short=True), ""]
+        tail = [*filter(None, [tie_text(plan, first_rows(plan))]), *tail]
     return [*head, *tail, Text("--explain prints all strategies, pieces, bounds and memory", style="dim")]
 
 
 def _left_out(plan: Plan) -> Iterator[str]:
-    """Count slower strategies, those that do not fit, and those that were not searched."""
-    fitting, misfits = [[one for one in plan.strategies if one.fits is fits] for fits in (True, False)]
-    if len(fitting) > MOST_ROWS:
-        yield f"{len(fitting) - MOST_ROWS} slower strategies fit."
+    """Count further strategies that fit and those that do not; name those that were not searched or not tried."""
+    fitting = [one for one in plan.strategies if one.fits]
+    misfits = [one for one in plan.strategies if not one.fits]
+    if plan.feasible and (more := len(fitting) - len(first_rows(plan))):
+        yield "1 more strategy fits." if more == 1 else f"{more} more strategies fit."
     if misfits and plan.feasible:
         fastest = min(misfits, key=lambda one: one.ttft_s)
-        needs = (
-            f"{max(rank.total for rank in fastest.memory) / 2**30:.0f} of {plan.memory_limit.nbytes / 2**30:.0f} GiB"
-        )
-        verb = "does" if len(misfits) == 1 else "do"
+        needs = _gib(max(rank.total for rank in fastest.memory), plan.memory_limit.nbytes)
+        verb = "strategy does" if len(misfits) == 1 else "strategies do"
         yield f"{len(misfits)} {verb} not fit (the fastest, {fastest.strategy}, would need {needs})."
+    for one in plan.not_tried:
+        yield f"Not tried: {_join(one.strategies)}: {one.why}."
     if unsearched := plan.search.unsearched:
         yield f"The search budget ended before {_join(unsearched)}; a longer --search-budget searches them."
+
+
+def _gib(needed: float, limit: float) -> str:
+    """Two sizes in GiB with as many digits as tell them apart: "72.2 of 71.7 GiB"."""
+    digits = next(
+        (digits for digits in range(1, 9) if f"{needed / 2**30:.{digits}f}" != f"{limit / 2**30:.{digits}f}"), 9
+    )
+    return f"{needed / 2**30:.{digits}f} of {limit / 2**30:.{digits}f} GiB"
 
 
 def _explanation(plan: Plan) -> lines.Facts:

@@ -102,5 +102,14 @@ def test_shells_complete_commands_options_and_names(words: str, expected: str) -
 
 def test_the_help_of_plan_shows_what_users_of_engines_ask_for(capsys: pytest.CaptureFixture[str]) -> None:
     short = screen(capsys, "plan", "-h")
-    wanted = ("--engine", "--only-deployable", "--rate", "--slo", "--dtype", "--cached-prefix", "--emit", "--strategies")
+    wanted = (
+        "--engine",
+        "--only-deployable",
+        "--rate",
+        "--slo",
+        "--dtype",
+        "--cached-prefix",
+        "--emit",
+        "--strategies",
+    )
     assert [name for name in wanted if f"  {name} " not in short] == []

@@ -62,7 +62,7 @@ RESEARCHER = (
     (
         "plan --gpus 8 --ctx 16k --strategies single,tsp,kvr-e,kvr-s",
         0,
-        ("The question of the KV-Runahead paper", "kvr-s"),
+        ("the question of the KV-Runahead paper", "kvr-s"),
     ),
     ("strategies", 0, ("kvr-s", "zigzag")),
     ("simulate --gpus 2 --ctx 1k --strategy ./mine.py:STRATEGY", 2, ("rank 1", "layer 0", "recv_kv")),

@@ -145,3 +145,24 @@ def test_a_breakdown_adds_up(name: str) -> None:
     last = max(row.rank for row in run.breakdown.rows)
     seconds = sum(row.seconds for row in run.breakdown.rows if row.rank == last)
     assert seconds == pytest.approx(run.ttft_s, rel=1e-9)
+
+
+def test_titles_explain_names_in_four_to_eight_words() -> None:
+    for strategy in STRATEGIES.values():
+        assert 4 <= len(strategy.title.split()) <= 8, strategy.name
+    assert len({strategy.title for strategy in STRATEGIES.values()}) == len(STRATEGIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("tp2+zigzag", ("tensor parallelism by 2", STRATEGIES["zigzag"].title)),
+        ("tp4+pp-s", ("tensor parallelism by 4", STRATEGIES["pp-s"].title)),
+        ("tp8+pp1", ("tensor parallelism by 8", "chunked prefill")),
+        ("tp2+pp2+cp4", ("tensor parallelism by 2", "2 stages", "context over 4 ranks")),
+        ("dp2+tp8+ep16", ("prompts over 2 groups", "tensor parallelism by 8", "experts spread")),
+    ],
+)
+def test_titles_of_hybrids_are_composed(name: str, parts: tuple[str, ...]) -> None:
+    title = get_strategy(name).title
+    assert all(part in title for part in parts)

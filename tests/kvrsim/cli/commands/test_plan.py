@@ -16,6 +16,7 @@ import kvrsim
 from kvrsim.hardware import load_cluster
 from kvrsim.io.schema import to_json
 from kvrsim.kernels.profile import load_profile
+from kvrsim.strategies import get_strategy
 from kvrsim.units import format_seconds
 from kvrsim.views.table import TIED
 from planner import candidates
@@ -204,14 +205,17 @@ LONG = ("plan", "llama-3.1-70b", "8xh100", "--ctx", "64k", "--strategies", "tp,p
 
 def test_the_first_screen_says_what_to_run_what_to_promise_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     plan = answer(capsys, *LONG)
-    run, promise, because, *_ = (out := screen(capsys, *LONG)).splitlines()
+    out = screen(capsys, *LONG)
+    run = out.splitlines()[0]
+    promise = next(line for line in out.splitlines() if line.startswith("Expect "))
+    because = next(line for line in out.splitlines() if line.startswith("Because "))
     best = plan["best"]
-    assert run.startswith(f"Run {best['strategy']} on 8 GPUs")
+    assert run.startswith(f"Run {best['strategy']} ({get_strategy(best['strategy']).title}) on 8 GPUs")
     assert format_seconds(plan["promise"]["expected_s"]) in promise
     assert format_seconds(plan["promise"]["high_s"]) in promise
     assert (plan["promise"]["expected_s"], plan["promise"]["high_s"]) == (best["ttft_s"], best["ttft_high_s"])
     assert because.startswith(f"Because {plan['limits'][0]['operation']} limit")
-    assert "2 do not fit (the fastest, kvr-s, would need" in out
+    assert "2 strategies do not fit (the fastest, kvr-s, would need" in out
     assert "lower bound" not in out
     assert len(re.findall(r"^(?:tp|pp)\S* ", out, re.MULTILINE)) <= 5
     explained = screen(capsys, *LONG, "--explain")
@@ -261,9 +265,9 @@ def test_emit_launches_what_the_engine_has_and_says_what_it_passed_over(capsys: 
     out, _ = run(capsys, *arguments)
     assert out.startswith("vllm serve")
     assert "Run tp " in out
-    assert "kvr-s would take" in " ".join(out.split())
+    assert "vllm lacks the fastest, kvr-s " in " ".join(out.split())
     nothing = ("plan", "llama-3.1-8b", "4xh100", "--ctx", "8k", "--strategies", "kvr-s", "--emit", "vllm")
-    assert "none of its strategies fits" in screen(capsys, *nothing, code=1)
+    assert "vllm launches none of the compared strategies" in " ".join(screen(capsys, *nothing, code=1).split())
 
 
 def test_emit_refuses_a_context_without_positions_before_the_search(
@@ -312,3 +316,55 @@ def test_speed_ups_with_an_engine_are_over_something_that_engines_have() -> None
     plan = kvrsim.plan(model="llama-3.1-8b", cluster="4xh100", ctx="4k", strategies=["tsp", "tp", "kvr-s"])
     assert plan.yardstick == "tp"
     assert kvrsim.plan(model="llama-3.1-8b", cluster="4xh100", ctx="4k", strategies=["tsp", "kvr-s"]).yardstick == "tsp"
+
+
+SCREENS = (
+    ("plan", "--gpus", "8", "--ctx", "16k"),
+    ("plan", "llama-3.3-70b", "2x8xh100", "--dtype", "fp8", "--ctx", "32k", "--engine", "vllm"),
+    ("plan", "llama-3.1-70b", "2x8xh100", "--ctx", "32k"),
+)
+
+
+@pytest.mark.parametrize("question", SCREENS, ids=" ".join)
+def test_the_first_screen_explains_each_name_and_each_mark(
+    question: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = answer(capsys, *question)
+    whole = screen(capsys, *question)
+    out = " ".join(whole.split())
+    best = plan["best"]
+    assert f"{best['strategy']} ({get_strategy(best['strategy']).title})" in out
+    rows = re.findall(r"^(\S+)( ≈)? +[\d.]+ m?s +[\d.]+–", whole, re.MULTILINE)
+    assert 2 <= len(rows) <= 5
+    names = {name for name, _ in rows}
+    for name in names:
+        first_words = " ".join(get_strategy(name).title.split()[:3])
+        assert re.search(rf"^{re.escape(name)} .*{re.escape(first_words)}", whole, re.MULTILINE)
+    tied = {name for name, mark in rows if mark}
+    assert tied == set(best["ties"]) & names
+    assert (f"ties with {best['strategy']}:" in out) is bool(tied)
+    if plan["question"]["engine"] == "vllm":
+        by_name = {one["strategy"]: one for one in plan["strategies"]}
+        lacking = {name for name in names if "vllm" not in by_name[name]["engines"]}
+        assert lacking <= {plan["fastest"]["strategy"]}
+        assert f"vllm lacks the fastest, {plan['fastest']['strategy']} " in out
+    if not by_strategy(plan, best["strategy"])["engines"]:
+        assert f"the fastest that engines launch is {plan['deployable']['strategy']} (" in out
+
+
+def by_strategy(plan: dict[str, Any], name: str) -> dict[str, Any]:
+    """The entry of a strategy."""
+    return next(one for one in plan["strategies"] if one["strategy"] == name)
+
+
+def test_sizes_that_differ_are_printed_with_digits_that_differ() -> None:
+    from kvrsim.cli.commands.plan import _gib
+
+    assert _gib(72.2 * 2**30, 71.7 * 2**30) == "72.2 of 71.7 GiB"
+    needed, limit = _gib(71.72 * 2**30, 71.71 * 2**30).removesuffix(" GiB").split(" of ")
+    assert needed > limit
+
+
+def test_one_gpu_is_run_on_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    out = screen(capsys, "plan", "--gpus", "2", "--ctx", "1k", "--strategies", "single")
+    assert re.match(r"Run single \([^)]+\) on 1 GPU\.", out)

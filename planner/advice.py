@@ -1,0 +1,139 @@
+"""Advice: changes of the question that make the answer faster, each simulated.
+
+A change is simulated for the strategies that were fastest without it and for strategies of the same kinds. The plan of
+the changed question compares these strategies among others, so its TTFT is the one here or a shorter one (within the
+2 % inside which a plan prefers what is easier to deploy).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvrsim.arguments import SearchArgs
+from kvrsim.errors import InputError
+from kvrsim.results.results import Advice
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy
+from kvrsim.units import format_tokens
+from planner.candidates import (
+    Candidate,
+    ComparedStrategies,
+    Search,
+    all_for,
+    least_bytes,
+    per_rank_scenario,
+    search_all,
+    takes_long,
+)
+from planner.promise import OPERATIONS
+
+_SMALL_TYPE = "fp8"  # type with the fastest matrix products
+_FAST_KERNEL = "flash"  # the fastest attention kernel
+_KINDS = 3  # number of the plan's fastest strategies whose kinds are tried under a change
+_LEAST_GAIN = 0.01  # a change with a smaller gain is no advice: it is within what a search leaves
+# Share of the plan's search budget for the searches of one change, where partitions without a search are far from the
+# best: pipelines' even pieces, and chunks on a shared bus. Other analytical chunks are nearly the best.
+_BUDGET_SHARE = 0.1
+
+
+class Change(NamedTuple):
+    """The question with other options."""
+
+    options: str  # options to add, as on the command line
+    scenario: Scenario
+
+
+def advice_of(best: Candidate, ranked: Sequence[Candidate], search: Search, *, is_named: bool) -> tuple[Advice, ...]:
+    """The changes that make the best candidate's question faster, those of the engine's launch first.
+
+    ranked: the plan's candidates, what fits first, then the fastest first.
+    is_named: whether the user named the strategies; then no others are tried.
+    Only strategies of the search's engine count, if the plan's best one is of this engine.
+    """
+    scenario, engine = best.scenario, search.engine
+    for_engine = engine is not None and engine.has(best.strategy, scenario)
+    fitting = [one for one in ranked if one.fits and one.strategy.partition_rule != "table"]
+    if engine is not None and for_engine:
+        fitting = [one for one in fitting if engine.has(one.strategy, scenario)]
+    is_searched = best.strategy.partition_rule == "searched-pieces" or scenario.cluster.shares_bandwidth
+    budget_s = _BUDGET_SHARE * search.options.search_budget if is_searched else 0.0
+    options = SearchArgs(stride=search.options.stride, search_budget=budget_s)
+    quiet = replace(search, options=options, on_progress=None, on_candidate=None)
+    found = list[Advice]()
+    for change in changes(best, search.cluster_gpus or scenario.num_gpus):
+        strategies = (
+            _runnable(change.scenario, [one.strategy for one in ranked])
+            if is_named
+            else _alike(change.scenario, [one.strategy for one in fitting[:_KINDS]])
+        )
+        if engine is not None and for_engine:
+            strategies = [one for one in strategies if engine.has(one, change.scenario)]
+        compared = ComparedStrategies(strategies=tuple(strategies), limited=True)
+        by_name = search_all(change.scenario, compared, quiet).by_name
+        times = [one.ttft_s for one in by_name.values() if one.fits]
+        if times and min(times) < best.ttft_s * (1 - _LEAST_GAIN):
+            found.append(Advice(change=change.options, ttft_s=min(times)))
+    return tuple(found)
+
+
+def changes(best: Candidate, most_gpus: int) -> Iterator[Change]:
+    """Changes of the best candidate's question that the question does not already have and that it allows.
+
+    most_gpus: number of GPUs of the whole cluster.
+    """
+    scenario = best.scenario
+    request = scenario.request
+    has_experts = any(layer.num_experts for layer in scenario.model.layer_kinds)
+    if has_experts and not scenario.expert_parallel and scenario.num_gpus > 1:
+        with suppress(InputError):
+            yield Change("--expert-parallel", replace(scenario, expert_parallel=True))
+    if request.dtype != _SMALL_TYPE and scenario.model.quantization is None:
+        with suppress(InputError):  # the profile or the GPU has no FP8
+            small = replace(scenario, request=replace(request, dtype=_SMALL_TYPE))
+            yield Change(f"--dtype {_SMALL_TYPE}", small)
+    kernels = () if scenario.profile is None else scenario.profile.attention_kernels
+    if scenario.kernel != _FAST_KERNEL and _FAST_KERNEL in kernels:
+        yield Change(f"--attention {_FAST_KERNEL}", replace(scenario, kernel=_FAST_KERNEL))
+    for num_gpus in (scenario.num_gpus // 2, 2 * scenario.num_gpus):
+        if 1 <= num_gpus <= most_gpus:
+            with suppress(InputError):
+                yield Change(f"--gpus {num_gpus}", scenario.on_gpus(num_gpus))
+    if not request.cached_prefix and request.context_len > 1 and _is_limited_by_attention(best):
+        half = request.context_len // 2
+        cached = replace(request, cached_prefix=half)
+        with suppress(InputError):
+            yield Change(f"--cached-prefix {format_tokens(half)}", replace(scenario, request=cached))
+
+
+def _is_limited_by_attention(best: Candidate) -> bool:
+    attention = {OPERATIONS[kind] for kind in ("attention", "latent", "sparse")}
+    return bool(best.limits) and best.limits[0].operation in attention
+
+
+def _alike(scenario: Scenario, strategies: Sequence[Strategy]) -> list[Strategy]:
+    """The strategies that run here and differ from these in their sizes only."""
+    kinds = {_kind(one) for one in strategies}
+    return _runnable(scenario, [one for one in all_for(scenario)[0] if _kind(one) in kinds])
+
+
+def _kind(strategy: Strategy) -> str:
+    """The strategy's name without sizes: "tp+kvr-s" for tp2+kvr-s."""
+    return re.sub(r"\d+", "", strategy.name)
+
+
+def _runnable(scenario: Scenario, strategies: Sequence[Strategy]) -> list[Strategy]:
+    """The strategies that run here, need no table and no long simulation, and could fit in memory."""
+    runnable = list[Strategy]()
+    for candidate in strategies:
+        strategy = replace(candidate, stage_layers=None)  # the layers of stages are searched again
+        if strategy.partition_rule == "table":
+            continue
+        with suppress(InputError):
+            per_rank_scenario(scenario, strategy)
+            if not takes_long(scenario, strategy) and least_bytes(scenario, strategy) <= scenario.memory_limit.nbytes:
+                runnable.append(strategy)
+    return runnable

@@ -1,0 +1,82 @@
+"""Advice: each change of the question is simulated, is new to the question, and gives what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import kvrsim
+from kvrsim.arguments import ScenarioArgs
+from kvrsim.builder import build_scenario
+from kvrsim.units import format_seconds
+from kvrsim.views.table import sentences
+
+MIXTURE = {"model": "qwen3-30b-a3b", "cluster": "8xh100", "ctx": "4k"}
+QUESTIONS: tuple[dict[str, Any], ...] = (
+    {"ctx": "16k", "gpus": 8},
+    {"ctx": "2k", "gpus": 2, "cached_prefix": "1k"},
+    {"model": "llama-3.1-8b", "cluster": "8xh100", "ctx": "16k", "gpus": 4},
+    {"model": "llama-3.1-8b", "cluster": "8xa100-80gb", "ctx": "4k", "engine": "vllm"},
+    {"model": "llama-3.1-8b", "cluster": "1xh100", "ctx": "4k", "dtype": "fp8"},
+    {"model": "llama-3.1-70b", "cluster": "8xh100", "ctx": "32k", "engine": "sglang", "strategies": "tp,pp,pp-s"},
+    {"model": "mixtral-8x7b", "cluster": "8xa100-80gb", "ctx": "8k"},
+    {"model": "deepseek-v3.2", "cluster": "8xh200", "ctx": "8k", "engine": "sglang"},
+    MIXTURE | {"expert_parallel": True, "engine": "trtllm"},
+    {"model": "qwen3-30b-a3b", "cluster": "2x8xh100", "ctx": "1k"},
+)
+
+
+def options(change: str) -> dict[str, Any]:
+    """The arguments of a change such as "--dtype fp8"."""
+    name, *values = change.split()
+    return {name.removeprefix("--").replace("-", "_"): values[0] if values else True}
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=str)
+def test_a_change_gives_the_ttft_that_the_advice_states(question: dict[str, Any]) -> None:
+    plan = kvrsim.plan(**question)
+    asked = build_scenario(ScenarioArgs(**{name: value for name, value in question.items() if name != "strategies"}))[0]
+    for advice in plan.advice:
+        changed = options(advice.change)
+        assert set(changed) <= {"expert_parallel", "dtype", "attention", "gpus", "cached_prefix"}
+        again = kvrsim.plan(**question | changed)
+        assert again.best.ttft_s <= 1.02 * advice.ttft_s
+        assert advice.ttft_s < plan.best.ttft_s
+    given = {one.change.split()[0] for one in plan.advice}
+    assert not (asked.request.dtype == "fp8" and "--dtype" in given)
+    assert not (asked.request.cached_prefix and "--cached-prefix" in given)
+    assert not (asked.expert_parallel and "--expert-parallel" in given)
+
+
+def test_changes_that_make_a_plan_slower_are_no_advice() -> None:
+    question = {"model": "mixtral-8x7b", "cluster": "8xa100-80gb", "ctx": "8k"}
+    slower = kvrsim.plan(**question, expert_parallel=True)
+    plan = kvrsim.plan(**question)
+    assert slower.best.ttft_s > plan.best.ttft_s
+    assert "--expert-parallel" not in {one.change for one in plan.advice}
+
+
+def test_every_surface_has_the_same_advice() -> None:
+    plan = kvrsim.plan(model="llama-3.1-8b", cluster="8xh100", ctx="16k", gpus=4)
+    assert plan.advice
+    said = " ".join(sentences(plan))
+    listed = plan.to_dict()["advice"]
+    assert [(one["change"], one["ttft_s"]) for one in listed] == [(one.change, one.ttft_s) for one in plan.advice]
+    for one in plan.advice:
+        assert f"{one.change}: {format_seconds(one.ttft_s)}" in said
+
+
+def test_named_strategies_are_the_only_ones_tried() -> None:
+    question = {"model": "llama-3.1-8b", "cluster": "8xh100", "ctx": "4k", "gpus": 4, "strategies": ["tp"]}
+    plan = kvrsim.plan(**question)
+    for advice in plan.advice:
+        assert kvrsim.plan(**question | options(advice.change)).best.ttft_s == pytest.approx(advice.ttft_s, rel=1e-9)
+
+
+def test_there_is_no_advice_where_nothing_fits_or_under_noise() -> None:
+    misfit = kvrsim.plan(model="llama-3-70b", cluster="h100-nvlink", gpus=2, ctx="64k", strategies=["tp"])
+    assert not misfit.feasible
+    assert misfit.advice == ()
+    noisy = kvrsim.plan(ctx="1k", gpus=2, strategies=["tsp"], noise="jitter:0.05", samples=4)
+    assert noisy.advice == ()
