@@ -11,7 +11,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test test-all test-browser screenshots nightly fuzz check docs format results notebooks gpu models profiles fit clean
+.PHONY: help plan test test-all test-browser screenshots nightly fuzz check docs format results notebooks gpu models profiles fit engines clean
 
 help: ## list these targets
 	@echo "make TARGET   (PYTHON=$(PYTHON); any Python >= 3.11 will do)"
@@ -71,6 +71,10 @@ gpu: $(VENV)/.dev ## the first hour on a GPU node, with a report in gpu-report/ 
 fit: $(VENV)/.core ## fit profile a100-eager anew from the published figures
 	$(BIN)/python -m validate.published.fit
 	$(BIN)/python -m validate.profiles
+
+engines: $(VENV)/.core ## fit the records of vllm, sglang, trtllm and serving again (SETTINGS=FILE.csv CONFIGS=FOLDER PREFILLS=FILE.csv)
+	@[ -n "$(SETTINGS)" ] && [ -n "$(CONFIGS)" ] && [ -n "$(PREFILLS)" ] || { echo "make engines: SETTINGS=FILE.csv CONFIGS=FOLDER PREFILLS=FILE.csv, see calibrate/engines" >&2; exit 2; }
+	$(BIN)/python -m calibrate.engines "$(SETTINGS)" --configs "$(CONFIGS)" --prefills "$(PREFILLS)"
 
 models: $(VENV)/.dev ## write the catalogue of model types and its page anew (transformers' classes)
 	$(BIN)/python -m calibrate.catalogue

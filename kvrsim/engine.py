@@ -81,6 +81,9 @@ class Engine:
     is_other_version: bool = False  # whether the version was not measured itself
     launched_as: DeployEngine | None = None  # the engine of --emit that launches this software; None: none does
     transfer_s: NonNegative = 0.0  # additional time of TTFT if another server decodes (disaggregated serving)
+    fused_merge: bool = (
+        False  # whether one kernel merges partial results of attention, whatever the profile's code does
+    )
     decode_step: bool = False  # whether TTFT includes one decode step, in which the prompt's last token is computed
     spread: Annotated[Mapping[str, RelativeError], Keys(TERMS)] = field(default_factory=dict)
     fit: EngineFit | None = None

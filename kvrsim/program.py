@@ -36,6 +36,7 @@ class Compute(NamedTuple):
     name: str  # name in a timeline
     device_s: Array  # seconds of device time, shape (B,)
     host_s: float = 0.0  # seconds that the host needs to issue it
+    kernels: float = 0.0  # number of the decoder layer's kernels that it launches; see strategies.layers.launched
     kv_bytes: Array | None = None  # bytes of the layer's K and V that the rank then holds, shape (B,); None: as before
     score_elements: Array | None = None  # elements of an eager kernel's score matrix, shape (B,); None: no matrix
     query_blocks: Array | None = None  # number of attention calls for the chunk, shape (B,); None: one
@@ -95,6 +96,7 @@ class RingPass(NamedTuple):
     device_s: Array  # seconds of each round, shape (p, B)
     nbytes: Array  # bytes of the piece held in each round except the last, shape (p - 1, B)
     host_s: tuple[float, ...]  # seconds to issue each round
+    kernels: tuple[float, ...] = ()  # number of kernels that each round launches; empty: none
     overlaps: bool = True  # whether the work overlaps the message; else the work comes first
     message_share: float = 0.0  # share of the work's rate that is lost while a piece is in flight
     score_elements: Array | None = None  # elements of the largest round's score matrix; see Compute

@@ -326,8 +326,8 @@ class Scenario:
             other = replace(self, engine=replace(self.engine, host=host, model_types={}))
         else:
             other = self if self.profile is None else replace(self, profile=replace(self.profile, host=host))
-        alike = (host.launch_s, host.resume_s) == (self.host.launch_s, self.host.resume_s)  # the pace depends on these
-        return other._with_costs_of(self) if alike else other
+        is_alike = host.resume_s == self.host.resume_s  # the pace depends on it
+        return other._with_costs_of(self) if is_alike else other
 
     def _with_costs_of(self, other: Scenario) -> Scenario:
         """Copy the costs that a scenario with the same device and request has computed; return this scenario."""
@@ -363,8 +363,11 @@ class Scenario:
     @property
     def traits(self) -> KernelTraits:
         """Traits that all kernels share."""
-        traits = KernelTraits if self.profile is None else self.profile.kernels.traits
-        return traits(kernel=self.kernel, batch=self.request.batch, element_bytes=self.request.dtype_bytes)
+        make_traits = KernelTraits if self.profile is None else self.profile.kernels.traits
+        traits = make_traits(kernel=self.kernel, batch=self.request.batch, element_bytes=self.request.dtype_bytes)
+        if self.engine is not None and self.engine.fused_merge:
+            traits = replace(traits, fused_merge=True)
+        return traits
 
     @cached_property
     def cost(self) -> CalibratedCost | RooflineCost:

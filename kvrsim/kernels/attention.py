@@ -441,6 +441,11 @@ class MergedCost(MixerCost):
         return self._merging_s(chunk, upcast(self.mixer))
 
     @property
+    @abstractmethod
+    def block_kernels(self) -> int:
+        """Number of kernels of keys_s."""
+
+    @property
     def merge_kernels(self) -> int:
         """Number of kernels of merge_s."""
         return merge(self.mixer, fused=self.traits.fused_merge, part=False).kernels
@@ -490,8 +495,11 @@ class SoftmaxCost(MergedCost):
     @property
     def kernels(self) -> int:
         copies = self.traits.copies
-        cached = (copies.keep > 0) + (copies.own > 0)
-        return cached + (eager_kernels(self.setting.model, self.mixer, repeats=self._repeats) if self._is_eager else 1)
+        return (copies.keep > 0) + (copies.own > 0) + self.block_kernels
+
+    @property
+    def block_kernels(self) -> int:
+        return eager_kernels(self.setting.model, self.mixer, repeats=self._repeats) if self._is_eager else 1
 
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
         """Seconds of attention of the chunk's queries to prefix and chunk; eager code also repeats shared KV heads."""
@@ -608,7 +616,12 @@ class LatentCost(MergedCost):
     @property
     def kernels(self) -> int:
         """Number of kernels: expansion and joining with rotated keys (of chunk and of cache), attention, and a copy."""
-        return 4 + (self.traits.copies.own > 0)
+        return 1 + self.block_kernels + (self.traits.copies.own > 0)
+
+    @property
+    def block_kernels(self) -> int:
+        """Number of kernels: expansion, joining with rotated keys, and attention."""
+        return 3
 
     def local_op_s(self, chunk: Array) -> Array:
         """Seconds to make the chunk's keys and values from its latents."""

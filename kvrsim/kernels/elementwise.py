@@ -133,6 +133,7 @@ _SEPARATE_MERGE = (38.0, 52.0, 9)  # bytes per element, bytes per log-sum-exp, n
 _FUSED_MERGE = (10.0, 12.0, 1)
 _BACK, _BACK_KERNELS = 8.0, 2
 _CAST = 6.0
+UPCAST_KERNELS = 1
 _MEASURED_MERGE = 6.0  # bytes per element, and per log-sum-exp, where elements have two bytes
 PYTORCH_SHARE = 0.777  # share of the datasheet's memory bandwidth, see above
 
@@ -249,4 +250,4 @@ def measured_merge(mixer: Attention | LatentAttention) -> Traffic:
 
 def upcast(mixer: Attention | LatentAttention) -> Traffic:
     """Traffic to convert one token's output to fp32 or back."""
-    return Traffic("residual", _CAST * mixer.num_attention_heads * mixer.v_head_dim, 1)
+    return Traffic("residual", _CAST * mixer.num_attention_heads * mixer.v_head_dim, UPCAST_KERNELS)

@@ -21,18 +21,19 @@ from kvrsim.model.mixers import Attention, CompressedAttention, Mixer, Recurrenc
 from kvrsim.model.spec import LayerSpec
 from kvrsim.program import Array
 
-# Shares of HostRates.layer_s before, in and after attention. Eager Llama issues about 21 kernels up to
-# rotary, 10 in attention and 14 after it.
-_HOST_SHARES = (21 / 45, 10 / 45, 14 / 45)
 _LEAST_UNIQUE = 512  # least number of chunks for which equal chunks are computed only once
 
 
 class LayerKernels(NamedTuple):
-    """Number of kernels that one layer launches."""
+    """Number of kernels that one layer launches; the mixer's are launched by each call of the mixer."""
 
-    before: int  # norms, projections, rotary embedding
-    mixer: int  # the mixer's operations, with the copies of K and V into the cache
-    after: int  # output projection, norms, MLP, residuals
+    before: float  # norms, projections, rotary embedding
+    mixer: float  # the mixer's operations, with the copies of K and V into the cache
+    after: float  # output projection, norms, MLP, residuals
+
+
+# Shares of HostRates.layer_s. Eager Llama issues about 21 kernels up to rotary, 10 in attention and 14 after it.
+_HOST_SHARES = LayerKernels(21 / 45, 10 / 45, 14 / 45)
 
 
 def mixer_cost(mixer: Mixer, setting: LayerSetting) -> MixerCost:
@@ -77,19 +78,16 @@ class LayerCosts:
             + sum(step.kernels for step in after)
             + (0 if self.experts is None else self.experts.kernels),
         )
-        self._launch_before_s = setting.host.launch_s * (self.kernels.before + self.kernels.mixer)
-        self._launch_after_s = setting.host.launch_s * self.kernels.after
         self.has_mixer = self._mixer is not None  # whether the layer has a mixer, in which tokens see each other
         self.has_state = isinstance(layer.mixer, Recurrence)  # whether a token needs the state after all earlier tokens
         # Number of all-reduces in a group of GPUs: one per block, or one if the blocks run in parallel.
         self.num_sums = min(1, layer.num_blocks) if model.parallel_attn else layer.num_blocks
         # Whether packing for an exchange takes time: only where the profile measured the copies of the runtime.
         self.packs = self.has_mixer and traits.copies.own > 0
-        # Host seconds of launches up to the rotary embedding, of attention, and of operations after attention.
-        self.host_qkv_s, self.host_attention_s, self.host_output_mlp_s = (
-            setting.host.layer_s * share + setting.host.kernel_s * kernels
-            for share, kernels in zip(_HOST_SHARES, self.kernels, strict=True)
-        )
+        # Host seconds up to the rotary embedding, of attention, and of operations after it, without those per kernel.
+        self.host_qkv_s = setting.host.layer_s * _HOST_SHARES.before
+        self.host_attention_s = setting.host.layer_s * _HOST_SHARES.mixer
+        self.host_output_mlp_s = setting.host.layer_s * _HOST_SHARES.after
 
     @property
     def mixer(self) -> MixerCost:
@@ -105,11 +103,11 @@ class LayerCosts:
 
     # -- before token mixing
     def qkv_s(self, chunk: Array) -> Array:
-        """Seconds of input norm, projections, rotary embedding, and launches up to the mixer.
+        """Seconds of input norm, projections and rotary embedding.
 
         Code that reads a value back to the host also leaves the device idle for a time.
         """
-        seconds = self._before(chunk) + self._launch_before_s
+        seconds = self._before(chunk)
         if self._repeats_rotary:
             seconds = seconds + self.setting.host.resume_s
         local_s = None if self._mixer is None else self._mixer.local_op_s(chunk)
@@ -124,7 +122,8 @@ class LayerCosts:
         """Least seconds of attention with the chunk's queries in equal blocks, one call each, and the number of calls.
 
         counts: numbers of calls to choose from, rising. A number above the first is allowed only where the host
-        launches the layer faster than the device computes it; the lower bound of proofs allows all.
+        launches the layer faster than the device computes it; the lower bound of proofs allows all. The seconds include
+        the launches of the calls beyond the first of `counts`.
         """
         # WeightedCost has its own weights for each column, so equal (chunk, prefix) pairs do not have equal seconds.
         if not (isinstance(self.cost, CalibratedCost) and np.size(chunk) >= _LEAST_UNIQUE):
@@ -140,9 +139,14 @@ class LayerCosts:
         assert isinstance(self._mixer, SoftmaxCost), "a mixer whose queries are not called in blocks"
         times_s = self._mixer.in_blocks_s(chunk, prefix, counts)
         if not self.cost.traits.lower_bound:
+            host = self.setting.host
             calls = np.array(counts, dtype=float).reshape(-1, *[1] * (times_s.ndim - 1))
-            device_s = self.qkv_s(chunk) + times_s + self.output_mlp_s(chunk)
-            host_s = self.host_qkv_s + calls * self.host_attention_s + self.host_output_mlp_s
+            times_s = times_s + (calls - counts[0]) * (host.launch_s * self.kernels.mixer)
+            kernels = self.kernels.before + calls * self.kernels.mixer + self.kernels.after
+            launches_s = host.launch_s * (self.kernels.before + counts[0] * self.kernels.mixer + self.kernels.after)
+            device_s = self.qkv_s(chunk) + times_s + self.output_mlp_s(chunk) + launches_s
+            issue_s = self.host_qkv_s + calls * self.host_attention_s + self.host_output_mlp_s
+            host_s = issue_s + host.kernel_s * kernels
             times_s = np.where((calls == counts[0]) | (host_s < device_s), times_s, np.inf)
         best = times_s.argmin(axis=0)
         return np.take_along_axis(times_s, best[None], axis=0)[0], np.array(counts, dtype=float)[best]
@@ -154,7 +158,7 @@ class LayerCosts:
     # -- after token mixing
     def output_mlp_s(self, chunk: Array) -> Array:
         """Seconds of output projection, norm, MLP and residuals, and of routed experts unless ranks exchange tokens."""
-        seconds = self._after(chunk) + self._launch_after_s
+        seconds = self._after(chunk)
         if self.experts is None or self.experts.exchange != "none":
             return seconds
         return seconds + self.experts.seconds(chunk)

@@ -96,7 +96,8 @@ class Step:
     def qkv(self, rank: int) -> Compute:
         """Norm, projections to Q, K, V and rotary embedding of the chunk."""
         device_s = self._seconds("qkv", rank, self.costs.qkv_s)
-        return Compute(name="qkv", device_s=device_s, host_s=self.costs.host_qkv_s, kind="qkv")
+        kernels = self.costs.kernels.before
+        return Compute(name="qkv", device_s=device_s, host_s=self.costs.host_qkv_s, kernels=kernels, kind="qkv")
 
     def _seconds(self, name: str, rank: int, seconds_of: Callable[..., Array], *prefix: Array) -> Array:
         """Seconds of a rank's chunk; computed once for all ranks where the prefix is all tokens before the chunk."""
@@ -139,7 +140,9 @@ class Step:
         return Compute(
             name="attention",
             device_s=device_s,
-            host_s=self.costs.host_attention_s * self.query_blocks[0],  # further calls overlap with the device
+            # The host issues further calls while the device computes.
+            host_s=self.costs.host_attention_s * self.query_blocks[0],
+            kernels=self.costs.kernels.mixer * self.query_blocks[0],
             score_elements=None if self.times_only else self.costs.mixer.score_elements(chunk, prefix + chunk) / calls,
             query_blocks=calls,
             kind="attention",
@@ -152,6 +155,7 @@ class Step:
             name="scan",
             device_s=self._seconds("scan", rank, self.costs.mixer.attention_s, self.starts[rank]),
             host_s=self.costs.host_attention_s,
+            kernels=self.costs.kernels.mixer,
             kv_bytes=None if self.times_only else self.costs.mixer.cache_bytes(chunk),
             kind="attention",
         )
@@ -161,6 +165,7 @@ class Step:
             name=name,
             device_s=device_s,
             host_s=self.costs.host_attention_s,
+            kernels=self.costs.kernels.mixer,
             score_elements=None if self.times_only else self.costs.mixer.score_elements(tokens, prefix + tokens),
             kind="attention",
         )
@@ -181,7 +186,13 @@ class Step:
     def output_mlp(self, rank: int) -> Compute:
         """Output projection, MLP, norms and residuals of the chunk."""
         device_s = self._seconds("output+mlp", rank, self.costs.output_mlp_s)
-        return Compute(name="output+mlp", device_s=device_s, host_s=self.costs.host_output_mlp_s, kind="output+mlp")
+        return Compute(
+            name="output+mlp",
+            device_s=device_s,
+            host_s=self.costs.host_output_mlp_s,
+            kernels=self.costs.kernels.after,
+            kind="output+mlp",
+        )
 
     def send_kv(
         self, rank: int, *, peer: int | None = None, tokens: Array | None = None, in_turn: bool = False

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from kvrsim.choices import PrefixAccess
+from kvrsim.engine import HostRates
 from kvrsim.kernels.cost import CostModel
 from kvrsim.kernels.elementwise import Traffic
 from kvrsim.kernels.gemm import Product
@@ -19,7 +20,7 @@ from kvrsim.kernels.tensor_parallel import all_gather, all_reduce
 from kvrsim.layout import Degrees
 from kvrsim.model.mixers import Recurrence
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program import AllToAll, Array, Collective, Compute, Load, Op
+from kvrsim.program import AllToAll, Array, Collective, Compute, Load, Op, RingPass
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import Step, Strategy
 
@@ -93,7 +94,8 @@ def _hold(name: str, chunk: Array, seconds: float, host_s: float | None = None) 
 def decode_step(scenario: Scenario, context: Array, cost: CostModel) -> tuple[Op, ...]:
     """Operations of a decode step for the prompt's last token, if the engine's TTFT includes such a step.
 
-    The rank with the last chunk runs the step, with the K and V of the whole context. context: tokens, shape (B,).
+    The rank with the last chunk runs the step, with the K and V of the whole context. Engines replay a graph of the
+    step's kernels, so launches cost no extra time. context: tokens, shape (B,).
     """
     if scenario.engine is None or not scenario.engine.decode_step:
         return ()
@@ -144,8 +146,32 @@ def head(scenario: Scenario, chunk: Array, cost: CostModel, prompts: int = 1) ->
 def layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
     """Yield the operations of a rank in a layer, with the all-reduces of its GPUs if the rank is a group.
 
-    Nothing overlaps with an all-reduce, so all of them are at the end of the layer.
+    Nothing overlaps with an all-reduce, so all of them are at the end of the layer. The operations include the launches
+    of their kernels.
     """
+    host = step.costs.setting.host
+    for op in _layer_ops(strategy, step, rank):
+        yield launched(op, host)
+
+
+def launched(op: Op, host: HostRates) -> Op:
+    """The operation with the launches of its kernels: the device's additional time, and the host's time to issue them.
+
+    This is the only place that prices launches, so that device and host count the same kernels.
+    """
+    if not host.launch_s and not host.kernel_s:
+        return op
+    if isinstance(op, Compute) and op.kernels:
+        device_s = op.device_s + host.launch_s * op.kernels
+        return op._replace(device_s=device_s, host_s=op.host_s + host.kernel_s * op.kernels)
+    if isinstance(op, RingPass) and op.kernels:
+        kernels = np.array(op.kernels)
+        issue_s = np.array(op.host_s) + host.kernel_s * kernels
+        return op._replace(device_s=op.device_s + host.launch_s * kernels[:, None], host_s=tuple(issue_s.tolist()))
+    return op
+
+
+def _layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
     if not step.costs.has_mixer:
         yield step.output_mlp(rank)
     elif step.costs.has_state:
@@ -163,11 +189,16 @@ def layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
 
 
 def _with_state(step: Step, rank: int, *, in_turn: bool) -> Iterator[Op]:
-    """Project the chunk, wait for the state before it, compute, send the state after it on, compute the MLP."""
-    yield step.qkv(rank)
+    """Project the chunk, wait for the state before it, compute, send the state after it on, compute the MLP.
+
+    The scan's kernels are launched with those of the projections, before the device waits for the state.
+    """
+    projections = step.qkv(rank)
+    scan = step.scan(rank)
+    yield projections._replace(kernels=projections.kernels + scan.kernels)
     if rank > 0:
         yield step.recv_kv(rank)._replace(payload="state")
-    yield step.scan(rank)
+    yield scan._replace(kernels=0.0)
     if rank < step.num_ranks - 1:
         yield step.send_kv(rank, in_turn=in_turn)._replace(payload="state")
     yield step.output_mlp(rank)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from kvrsim.kernels.elementwise import UPCAST_KERNELS
 from kvrsim.program import Array, Compute, Flags, Op, RingPass
 from kvrsim.strategies.base import Step, Strategy
 
@@ -34,27 +35,32 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
     A rank's share of the cached prefix is sent with its K, V. All queries attend to it in one call; both results are
     merged at once.
     """
-    costs, chunk = step.costs, step.chunks[rank]
-    cast_s = _of_chunk(step, "cast", lambda: costs.block_mixer.upcast_s(chunk))
-    own_s = _of_chunk(step, "own", lambda: costs.mixer.attention_s(chunk, step.held_prefix)) + cast_s
+    costs = step.costs
+    mixer = costs.block_mixer
+    chunk = step.chunks[rank]
+    cast_s = _of_chunk(step, "cast", lambda: mixer.upcast_s(chunk))
+    own_s = _of_chunk(step, "own", lambda: mixer.attention_s(chunk, step.held_prefix)) + cast_s
+    num_calls = calls.astype(float)
     if costs.setting.prefix.share:
-        to_share_s = costs.block_mixer.share_s(chunk, step.starts[rank])
-        merged_s = np.where((to_share_s > 0) & ~calls[:, None], costs.block_mixer.merge_s(chunk), 0.0)
+        to_share_s = mixer.share_s(chunk, step.starts[rank])
+        merged_s = np.where((to_share_s > 0) & ~calls[:, None], mixer.merge_s(chunk), 0.0)
         blocks_s = blocks_s + to_share_s + merged_s
-        calls = np.ones_like(calls)
+        num_calls = num_calls + 1.0
+    merges = (num_calls > 0).astype(float)
+    kernels = num_calls * mixer.block_kernels + merges * mixer.merge_kernels
     work_s = np.concatenate([np.broadcast_to(own_s, blocks_s[:1].shape), blocks_s])
     most_keys = None if step.times_only else np.maximum(step.lengths.max(axis=0), step.held_prefix + chunk)
-    block_host_s = costs.host_attention_s + costs.setting.host.kernel_s * costs.block_mixer.merge_kernels
     yield RingPass(
         name="attention",
         device_s=work_s,
         nbytes=_sent_bytes(step, rank),
-        host_s=(costs.host_attention_s, *(calls * block_host_s).tolist()),
+        host_s=(costs.host_attention_s, *(merges * costs.host_attention_s).tolist()),
+        kernels=(costs.kernels.mixer + UPCAST_KERNELS, *kernels.tolist()),
         overlaps=costs.setting.sends_overlap,
         message_share=costs.setting.message_share,
         score_elements=None if most_keys is None else costs.mixer.score_elements(chunk, most_keys),
     )
-    yield Compute(name="cast", device_s=cast_s, kind="merge")
+    yield Compute(name="cast", device_s=cast_s, kernels=UPCAST_KERNELS, kind="merge")
 
 
 def owners(step: Step, rank: int) -> npt.NDArray[np.intp]:

@@ -48,6 +48,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
         kind="attention",
         device_s=heads.mixer.attention_s(total, step.cached),
         host_s=heads.host_attention_s,
+        kernels=heads.kernels.mixer,
         score_elements=heads.mixer.score_elements(total, context),
     )
     yield from _pack(step, (total, outputs))

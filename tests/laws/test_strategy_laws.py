@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
 from kvrsim.memory import memory_of
 from kvrsim.model.mixers import Attention, Mixer, Recurrence
-from kvrsim.program import AllGather, AllToAll, Op, Program, Recv, RingPass, Send, work_s
+from kvrsim.program import AllGather, AllToAll, Op, Program, Recv, RingPass, Send, host_s_of, work_s
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from planner.candidates import Search
@@ -138,3 +139,56 @@ def test_all_gpus_together_hold_the_model_and_the_context(name: str, rng: Draws)
     shares_experts = placed.layout is not None and placed.layout.exchange != "none"
     if strategy.group_size == 1 and strategy.pipeline is None and not shares_experts:
         assert all(part.weights == placed.model.weight_bytes(width) for part in parts)
+
+
+def launches_of(program: Program, quiet: Program, rank: int) -> tuple[float, float]:
+    """Seconds that a rank's device and its host take longer in a program than in the same program without launches."""
+    ops = [op for _, op in program.ops(rank)]
+    quiet_ops = [op for _, op in quiet.ops(rank)]
+    device_s = sum(float(work_s(op).max()) for op in ops) - sum(float(work_s(op).max()) for op in quiet_ops)
+    host_s = sum(map(host_s_of, ops)) - sum(map(host_s_of, quiet_ops))
+    return device_s, host_s
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(rng=draws())
+@examples(15)
+def test_device_and_host_count_the_same_launches(name: str, rng: Draws) -> None:
+    """Each kernel of the decoder layers costs the device one start and the host one issue.
+
+    kvr-b is the exception: the host issues further calls of a chunk's query blocks while the device computes.
+    """
+    strategy = get_strategy(name)
+    scenario, chunks = any_placed(rng, strategy, roofline=False)
+    quiet = scenario.with_host(replace(scenario.host, launch_s=0.0, kernel_s=0.0))
+    launch_s = 1.0
+    device = scenario.with_host(replace(quiet.host, launch_s=launch_s))
+    host = scenario.with_host(replace(quiet.host, kernel_s=launch_s))
+    without, on_device, on_host = (program_of(each, strategy, [chunks]) for each in (quiet, device, host))
+    for rank in range(without.num_ranks):
+        slowness = scenario.cluster.slowness(rank) / (1.0 - scenario.pending_share)
+        device_s, _ = launches_of(on_device, without, rank)
+        _, host_s = launches_of(on_host, without, rank)
+        assert host_s > 0
+        if name == "kvr-b":
+            assert device_s >= host_s * (1 - 1e-9)
+        else:
+            assert host_s * (1 - 1e-9) <= device_s <= host_s * slowness * (1 + 1e-9)
+
+
+@given(rng=draws())
+@examples(15)
+def test_a_ring_launches_a_call_and_a_merge_for_each_block(rng: Draws) -> None:
+    """A rank of a zigzag ring launches at least two kernels more in a layer for each further rank."""
+    single = STRATEGIES["single"]
+    ring = STRATEGIES["zigzag-ring"]
+    scenario, chunks = any_placed(rng, ring, roofline=False)
+    host = replace(scenario.host, launch_s=0.0, kernel_s=1.0)
+    ranks = scenario.cluster.num_gpus
+    alone = program_of(scenario.on_gpus(1).with_host(host), single, [(sum(chunks),)])
+    program = program_of(scenario.with_host(host), ring, [chunks])
+    with_attention = sum(scenario.share.layer_kinds[kind].mixer is not None for kind in scenario.share.layer_kind_index)
+    alone_s = sum(host_s_of(op) for _, op in alone.ops(0))
+    for rank in range(program.num_ranks):
+        ring_s = sum(host_s_of(op) for _, op in program.ops(rank))
+        assert ring_s - alone_s >= 2 * (ranks - 1) * with_attention * (1 - 1e-6) - 1e-6 * ring_s

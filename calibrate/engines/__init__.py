@@ -1,0 +1,1 @@
+"""Fits of the engines' records to measured settings: `python -m calibrate.engines`."""

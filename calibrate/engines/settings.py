@@ -1,0 +1,149 @@
+"""The measured settings of engines: prefills of 2025 and 2026 whose kernels and launches kvrsim counts.
+
+A file of settings has the columns model, config, system, cluster, engine, engine_version, precision, mode,
+context_tokens, tp, moe_ep and prefill_s; a folder has each configuration as NAME_config.json. kvrsim ships neither.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvrsim.builder import make_scenario
+from kvrsim.compile import for_strategy
+from kvrsim.engine import NO_HOST, Engine
+from kvrsim.errors import InputError
+from kvrsim.executors.run import run_partition
+from kvrsim.program import Array
+from kvrsim.scenario import Partition, Scenario
+from kvrsim.strategies import get_strategy
+
+if TYPE_CHECKING:
+    import pandas
+
+_PROBE_S = 1e-6  # seconds of a launch in the run that counts launches
+_NEEDED = ("config", "cluster", "engine", "engine_version", "mode", "context_tokens", "tp", "moe_ep", "prefill_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The measured settings, with kvrsim's seconds of kernels and launches for each; arrays of shape (settings,)."""
+
+    rows: pandas.DataFrame
+    kernels_s: Array
+    launches: Array  # number of launches in the decoder layers
+    collectives: Array  # number of collectives of tensor parallelism
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def of(self, name: str) -> Array:
+        """One column of all settings."""
+        return np.asarray(self.rows[name])
+
+    def group(self, split: str) -> Array:
+        """The group of each setting; groups are left out as a whole."""
+        if split == "version":
+            return np.asarray(self.rows.engine + "@" + self.rows.engine_version)
+        if split == "setting":
+            return np.asarray(self.rows.model + " " + self.rows.gpu + " " + self.rows.engine)
+        return self.of(split)
+
+
+def read_settings(path: Path, configs: Path) -> Settings:
+    """Read settings, and compute seconds of kernels and numbers of launches.
+
+    Raises InputError for a missing column, and for a configuration that the folder lacks.
+    """
+    import pandas
+
+    rows = pandas.read_csv(path)
+    missing = sorted(set(_NEEDED) - set(rows.columns))
+    if missing:
+        raise InputError("SETTINGS.csv", ", ".join(rows.columns), f"a file with columns {', '.join(missing)}")
+    counts: dict[tuple[Any, ...], _Counts] = {}
+    keys = []
+    with tempfile.TemporaryDirectory() as folder:
+        for row in rows.itertuples():
+            dtype = "fp8" if getattr(row, "precision", "") == "fp8" else None  # some configurations name no dtype
+            key = (row.config, row.cluster, row.context_tokens, row.tp, row.moe_ep, dtype)
+            keys.append(key)
+            if key not in counts:
+                model = _model_folder(Path(folder), configs, row.config)
+                counts[key] = _Counts.of(row, model, dtype)
+    by_row = [counts[key] for key in keys]
+    rows = rows.assign(
+        model_type=[row.model_type for row in by_row],
+        gpu=[row.gpu for row in by_row],
+        kind=[row.kind for row in by_row],
+    )
+    return Settings(
+        rows=rows,
+        kernels_s=np.array([row.kernels_s for row in by_row]),
+        launches=np.array([row.launches for row in by_row]),
+        collectives=np.array([row.collectives for row in by_row]),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counts:
+    """What kvrsim computes for a setting, without an engine."""
+
+    kernels_s: float
+    launches: float
+    collectives: float
+    model_type: str
+    gpu: str
+    kind: str  # mixture or dense
+
+    @classmethod
+    def of(cls, row: Any, model: Path, dtype: str | None) -> _Counts:
+        """Simulate the setting without an engine, with a time per launch, and with a time per collective."""
+        empty = Engine(name="none", title="", description="", not_covered="", host=NO_HOST)
+        launching = replace(empty, host=replace(NO_HOST, launch_s=_PROBE_S))
+        summing = replace(empty, host=replace(NO_HOST, collective_s=_PROBE_S))
+        asked: dict[str, Any] = {"ctx": row.context_tokens, "gpus": row.tp, "model": str(model)}
+        asked |= {"cluster": row.cluster, "dtype": dtype, "expert_parallel": row.moe_ep > 1}
+        strategy = "single" if row.tp == 1 else "tp"
+        scenario = make_scenario(**asked, engine=empty)[0]
+        kernels_s = _ttft_s(scenario, strategy)
+        launching_s = _ttft_s(make_scenario(**asked, engine=launching)[0], strategy)
+        summing_s = _ttft_s(make_scenario(**asked, engine=summing)[0], strategy)
+        is_mixture = any(layer.num_experts for layer in scenario.model.layers)
+        return cls(
+            kernels_s=kernels_s,
+            launches=(launching_s - kernels_s) / _PROBE_S,
+            collectives=(summing_s - kernels_s) / _PROBE_S,
+            model_type=scenario.model.model_type,
+            gpu=scenario.cluster.gpu.name,
+            kind="mixture" if is_mixture else "dense",
+        )
+
+
+def _ttft_s(scenario: Scenario, name: str, pieces: Sequence[int] | None = None) -> float:
+    """TTFT of a strategy with these pieces, or with one chunk per rank."""
+    strategy = get_strategy(name)
+    placed = for_strategy(scenario, strategy)
+    partition = Partition.even(placed.request.new_tokens, placed.cluster.num_gpus)
+    if pieces is not None:
+        partition = Partition(chunk_lens=tuple(pieces))
+    return run_partition(placed, strategy, partition).ttft_s
+
+
+def _model_folder(folder: Path, configs: Path, name: str) -> Path:
+    """Make the folder of a model from the files of its configuration."""
+    model = folder / name
+    if not model.exists():
+        model.mkdir()
+        folders = sorted(configs.glob(f"{name}_*"))
+        if not folders:
+            raise InputError("--configs", str(configs), f"a folder with {name}_config.json")
+        for path in folders:
+            shutil.copy(path, model / path.name.removeprefix(f"{name}_"))
+    return model

@@ -1,0 +1,151 @@
+"""Fits of engines to settings that known constants made."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+
+from calibrate.engines.fit import ENGINES, SPLITS, TERMS, fit, left_out, log_errors
+from calibrate.engines.prefills import steps_of
+from calibrate.engines.records import shipped_seconds, widths_of
+from calibrate.engines.settings import Settings, read_settings
+from kvrsim.engine import load_engine
+from kvrsim.errors import InputError
+
+TRUTH = {"vllm": (5e-3, 1e-6, 2e-5, 1.0), "sglang": (5e-3, 1e-6, 5e-5, 1.02), "trtllm": (5e-3, 1e-6, 3e-5, 0.98)}
+
+
+def made_up(model_factor: float = 1.0) -> Settings:
+    """Settings of two models, two GPUs, three engines and two lengths."""
+    rng, rows, launches, kernels = np.random.default_rng(1), [], [], []
+    for engine, (request_s, token_s, launch_s, scale) in TRUTH.items():
+        for model, count in (("dense", 1200.0), ("mixture", 2400.0)):
+            for gpu in ("h100", "b200"):
+                for tokens in (922, 7373):
+                    kernel_s = tokens * rng.uniform(1e-5, 8e-5)
+                    factor = model_factor if (engine, model) == ("sglang", "mixture") else 1.0
+                    seconds = request_s + token_s * tokens + launch_s * factor * count + scale * kernel_s
+                    row = {"model": model, "model_type": model, "gpu": gpu, "engine": engine, "engine_version": "1.0"}
+                    rows.append(row | {"precision": "fp8", "tp": 1, "moe_ep": 1, "mode": "agg"})
+                    rows[-1] |= {"context_tokens": tokens, "nominal_isl": tokens, "prefill_s": seconds}
+                    launches.append(count)
+                    kernels.append(kernel_s)
+    return Settings(
+        rows=pandas.DataFrame(rows),
+        kernels_s=np.array(kernels),
+        launches=np.array(launches),
+        collectives=np.zeros(len(rows)),
+    )
+
+
+def test_constants_lead_back_to_the_settings() -> None:
+    settings = made_up()
+    every = np.ones(len(settings), dtype=bool)
+    assert np.abs(log_errors(settings, fit(settings, every).seconds(settings, every))).max() < 0.05
+
+
+def test_what_disaggregated_fleets_add_is_no_engines() -> None:
+    settings = made_up()
+    mode = np.where(np.arange(len(settings)) % 2, "disagg", "agg")
+    slower = settings.rows.prefill_s + 0.08 * (mode == "disagg")
+    apart = replace(settings, rows=settings.rows.assign(mode=mode, prefill_s=slower))
+    every = np.ones(len(settings), dtype=bool)
+    constants = fit(apart, every)
+    assert 0.05 < constants.transfer_s < 0.09, "shrunken towards its prior"
+    errors = np.abs(log_errors(settings, constants.seconds(settings, every)))
+    ignored = np.abs(
+        log_errors(settings, fit(replace(apart, rows=apart.rows.assign(mode="agg")), every).seconds(settings, every))
+    )
+    assert np.median(errors) < 0.5 * np.median(ignored)
+
+
+@pytest.mark.parametrize(
+    ("row", "strategy", "pieces"),
+    [
+        ({"engine_version": "0.7.3", "context": "5000"}, "pp1", [2048, 2048, 904]),
+        ({"engine_version": "0.19.0", "context": "8192"}, "single", None),
+        ({"engine_version": "0.19.0", "context": "2358", "note": "max_num_batched_tokens 2048"}, "pp1", [2048, 310]),
+        ({"engine_version": "0.19.0", "context": "9000", "strategy": "tp2", "n_gpus": "2"}, "tp2+pp1", [8192, 808]),
+    ],
+)
+def test_long_prompts_take_steps(row: dict[str, str], strategy: str, pieces: list[int] | None) -> None:
+    result = steps_of({"note": "", "gpu": "H100", "strategy": "single", "n_gpus": "1"} | row, "vllm")
+    assert result == (strategy, pieces)
+
+
+def test_a_model_type_has_launches_of_its_own() -> None:
+    settings = made_up(model_factor=3.0)
+    every = np.ones(len(settings), dtype=bool)
+    factors = fit(settings, every).model_types
+    assert factors["sglang", "mixture"] - factors["sglang", "dense"] == pytest.approx(np.log(3.0), abs=0.3)
+    assert abs(factors["vllm", "mixture"]) < 0.3
+
+
+def test_a_model_type_that_an_engine_did_not_run_is_as_on_the_others() -> None:
+    settings = made_up()
+    slow = settings.of("model") == "mixture"
+    rows = settings.rows.assign(prefill_s=settings.rows.prefill_s + slow * 2400 * 4e-5)
+    slower = replace(settings, rows=rows)
+    known = ~(slow & (settings.of("engine") == "trtllm"))
+    constants = fit(slower, known)
+    assert constants.type_factor("trtllm", "mixture") == constants.shared_types["mixture"] > 0.2
+    assert constants.type_factor("trtllm", "unknown") == 0.0
+
+
+@pytest.mark.parametrize("split", [*SPLITS, "engine"])
+def test_what_is_left_out_does_not_change_its_own_prediction(split: str) -> None:
+    settings = made_up()
+    first = left_out(settings, split)
+    group = settings.group(split)
+    own = group == group[0]
+    changed = settings.rows.assign(prefill_s=np.where(own, 5.0, settings.rows.prefill_s))
+    again = left_out(
+        Settings(
+            rows=changed, kernels_s=settings.kernels_s, launches=settings.launches, collectives=settings.collectives
+        ),
+        split,
+    )
+    assert np.allclose(first[own], again[own], rtol=1e-4)
+    assert not own.all() or split == "version"
+
+
+def test_widths_hold_eight_of_ten() -> None:
+    logs = np.random.default_rng(0).normal(0.0, 0.2, 4000)
+    shorter, longer = widths_of(logs)
+    assert np.mean((logs <= shorter) & (-logs <= longer)) == pytest.approx(0.8, abs=0.01)
+    engines = np.arange(4000) % 2
+    wide = np.where(engines == 0, 3, 1) * logs
+    assert widths_of(wide, engines == 1) == widths_of(wide) < widths_of(wide, engines == 0) == widths_of(wide[::2])
+
+
+def test_launches_and_kernels_are_those_of_the_simulator(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 1024, "vocab_size": 32000}
+    config |= {"intermediate_size": 4096, "num_attention_heads": 8, "num_hidden_layers": 4, "torch_dtype": "bfloat16"}
+    (tmp_path / "tiny_config.json").write_text(json.dumps(config))
+    row = {"model": "tiny", "config": "tiny", "cluster": "h100-nvlink", "engine": "vllm", "engine_version": "0.19.0"}
+    row |= {"mode": "agg", "context_tokens": 1024, "moe_ep": 1, "precision": "bf16"}
+    pandas.DataFrame([row | {"tp": tp, "prefill_s": 0.01} for tp in (1, 2)]).to_csv(tmp_path / "settings.csv")
+    settings = read_settings(tmp_path / "settings.csv", tmp_path)
+    assert settings.collectives.round(6).tolist() == [0.0, 9.0]  # two per layer, and one for the embedding
+    assert settings.launches == pytest.approx([44, 44], rel=1e-3)  # eleven per layer
+    seconds = shipped_seconds(settings)
+    host = load_engine("vllm").host_of("llama")
+    terms = host.request_s + 1024 * host.token_s + host.launch_s * settings.launches[0]
+    assert seconds[0] > terms > 0
+    with pytest.raises(InputError, match="--configs"):
+        read_settings(tmp_path / "settings.csv", tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_records_say_what_was_measured(name: str) -> None:
+    engine = load_engine(name)
+    assert engine.fit is not None
+    assert set(engine.fit.widths) == {*SPLITS, "short"}
+    assert all((engine.models, engine.gpus, engine.versions))
+    assert set(engine.models) <= set(engine.model_types) == set(load_engine("serving").model_types)
+    assert set(TERMS) <= set(engine.spread)
