@@ -264,6 +264,8 @@ def _model_notes(scenario: Scenario) -> list[str]:
     trained, notes = model.max_position_embeddings, list[str]()
     if trained is not None and request.context_len > trained:
         notes.append(note("max position", tokens=request.context_len, model=model.name, trained=trained))
+    if model.from_class:
+        notes.append(note("from class", model=model.name))
     notes.extend(note("model", model=model.name, approximation=sentence) for sentence in model.approximations)
     notes.extend(precision_notes(scenario))
     notes.extend(expert_notes(scenario))

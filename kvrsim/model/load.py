@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
 from kvrsim.io.files import use_no_compiler_cache, write_atomically
 from kvrsim.io.schema import JsonObject, parse_json
@@ -21,7 +22,7 @@ from kvrsim.model import template
 from kvrsim.model.mixers import Attention
 from kvrsim.model.quantization import quantized_by_name, read_quantization, suffix_of
 from kvrsim.model.spec import ModelSpec
-from kvrsim.model.template import MAX_LAYERS, MAX_WIDTH, freeze, model_type_data, thaw
+from kvrsim.model.template import MAX_LAYERS, MAX_WIDTH, freeze, keys_at_fault, model_type_data, thaw
 
 FURTHER_TOKENS = "the layers that predict further tokens are left out: a prefill does not run them"
 _TUNED = re.compile(r"(-(instruct|chat|base|hf|it|v0\.1))+$")  # suffixes of checkpoints that share a shape
@@ -57,7 +58,9 @@ def own_models() -> tuple[str, ...]:
     return tuple(sorted(path.parent.name for path in own_folder().glob("*/config.json")))
 
 
-def add_model(source: str, name: str | None, argument: str = "CONFIG|FOLDER") -> tuple[ModelSpec, Path]:
+def add_model(
+    source: str, name: str | None, argument: str = "CONFIG|FOLDER", *, on_progress: OnProgress | None = None
+) -> tuple[ModelSpec, Path]:
     """Read a config.json, its folder or a local Hugging Face id once, and store the model for all later commands.
 
     Later commands need neither the file nor torch. Returns the model and its folder in the user's catalogue.
@@ -68,7 +71,8 @@ def add_model(source: str, name: str | None, argument: str = "CONFIG|FOLDER") ->
     if not re.fullmatch(r"[\w.][\w.-]*", name) or name in builtin_models():
         raise InputError("name", name, "letters, digits, dots and hyphens, and no built-in name")
     config = _read_config(path, argument)
-    model = read_config(config, name)
+    model = read_config(config, name, on_progress)
+    model = replace(model, from_class=False)
     shape = freeze(replace(model, layers=model.layer_kinds))
     fields, folder = dict(config.fields), own_folder() / name
     content = {"model": shape, "index": model.layer_kind_index, "fields": fields}
@@ -87,11 +91,13 @@ def _hub_folder(name: str) -> Path | None:
     return max((path.parent for path in snapshots), key=lambda path: path.stat().st_mtime, default=None)
 
 
-def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
+def load_model(
+    name_or_path: str | Path, argument: str = "model", *, on_progress: OnProgress | None = None
+) -> ModelSpec:
     """Load a built-in name, a Hugging Face id of a known shape, a config.json, or a folder with a config.json.
 
-    A built-in name wins over a folder of the same name: write ./NAME for the folder. InputError names `argument` and
-    the key.
+    A built-in name wins over a folder of the same name: write ./NAME for the folder. `on_progress` is called before
+    work of tens of seconds. InputError names `argument` and the key.
     """
     name = str(name_or_path)
     known = known_shape(name)
@@ -111,7 +117,7 @@ def load_model(name_or_path: str | Path, argument: str = "model") -> ModelSpec:
         content = JsonObject.read(frozen, argument)
         if content.fields.get("fields") == config.fields:
             return _thaw(content, name)
-    return read_config(config, name)
+    return read_config(config, name, on_progress)
 
 
 def _thaw(content: JsonObject, name: str) -> ModelSpec:
@@ -201,7 +207,7 @@ def config_path(name: str, argument: str) -> Path:
     return path / "config.json" if is_folder else path
 
 
-def read_config(config: JsonObject, name: str) -> ModelSpec:
+def read_config(config: JsonObject, name: str, on_progress: OnProgress | None = None) -> ModelSpec:
     """Read the model of a config.json, or its text model. Raises InputError naming the file and the key."""
     text, left_out = read_text_part(config)
     if not text.has("model_type"):
@@ -214,7 +220,8 @@ def read_config(config: JsonObject, name: str) -> ModelSpec:
         for names in _REQUIRED:
             if not any(text.has(key) for key in names):
                 raise text.error(names[0], "a whole number")
-    model = _pruned_llama(text, name) if model_type in ("nemotron-nas", "deci") else read_type(text, name)
+    _check_architecture(text)
+    model = _pruned_llama(text, name) if model_type in ("nemotron-nas", "deci") else read_type(text, name, on_progress)
     if all(layer.mixer is None for layer in model.layers):
         raise InputError(text.where, "no layer with attention or a state", "a model whose tokens see each other")
     positions = text.first_of("max_position_embeddings", "n_positions", "seq_length")
@@ -230,13 +237,35 @@ def read_config(config: JsonObject, name: str) -> ModelSpec:
     return read_quantization(text, model)
 
 
+def _check_architecture(config: JsonObject) -> None:
+    """Raise InputError if the file names the class of another known type than its model_type."""
+    architecture = _architecture(config)
+    if architecture is None:
+        return
+    model_type = config.text("model_type")
+    known = template.targets()
+    plain = template.plain_type(model_type)
+    theirs = known.get(template.plain_type(architecture))
+    if theirs is not None and not theirs & known.get(plain, {plain}):
+        accepted = (
+            f"a class of model_type {model_type}; this class belongs to another model_type: correct one of the keys"
+        )
+        raise config.error("architectures", accepted, architecture)
+
+
+def _architecture(config: JsonObject) -> str | None:
+    """The first class that the file names."""
+    names = config.fields.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+
+
 def _dtype_of(config: JsonObject) -> str | None:
     """Dtype of a checkpoint's weights, from either key of transformers; None: absent or converted by engines."""
     name = config.fields.get("dtype") or config.fields.get("torch_dtype")
     return _DTYPES.get(name) if isinstance(name, str) else None
 
 
-def read_type(config: JsonObject, name: str) -> ModelSpec:
+def read_type(config: JsonObject, name: str, on_progress: OnProgress | None = None) -> ModelSpec:
     """Read the model with the data of its type, or from its class if the data do not cover it."""
     plain = template.translate(config)
     data = model_type_data(plain.text("model_type"))
@@ -245,7 +274,12 @@ def read_type(config: JsonObject, name: str) -> ModelSpec:
         if isinstance(usual, int) and isinstance(heads, int) and heads % usual:  # no groups: one KV head per head
             plain = replace(plain, fields={**plain.fields, "num_key_value_heads": heads})
     model = None if data is None else template.fill(data, plain, name, own="as" not in template.remote_type(config))
-    return template.adapt(config, _from_class(plain, name) if model is None else model)
+    if model is None:
+        if on_progress is not None:
+            text = f"reading the class of model_type {plain.text('model_type')} with torch, which takes tens of seconds"
+            on_progress(0, None, text)
+        model = _from_class(plain, name, _architecture(config), [] if data is None else keys_at_fault(data, plain))
+    return template.adapt(config, model)
 
 
 def _reader() -> Any:
@@ -258,23 +292,41 @@ def _reader() -> Any:
     return reader
 
 
-def _from_class(config: JsonObject, name: str) -> ModelSpec:
-    """The model read from transformers' class, for a structure that the data of its type do not cover."""
+def _from_class(config: JsonObject, name: str, architecture: str | None, faults: list[str]) -> ModelSpec:
+    """The model read from transformers' class, for a structure that the data of its type do not cover.
+
+    architecture: the class that the file names. faults: keys that the data do not cover. Raises InputError if
+    transformers is missing or cannot read the file, and for sizes that the class does not have in a file that names
+    another class.
+    """
     model_type = config.text("model_type")
     place = f"{config.where}: {config.key_path}model_type"
     reader = _reader()
     if reader is None:
-        accepted = "a structure of the catalogue; others need torch and transformers: pip install '.[hardware]'"
-        raise InputError(place, model_type, f"{accepted} in a checkout of kvrsim")
+        accepted = "others need torch and transformers: pip install '.[hardware]' in a checkout of kvrsim"
+        if faults:
+            covered = f"nothing that the catalogue's data of model_type {model_type} do not cover"
+            raise config.error(faults[0], f"{covered}; {accepted}")
+        raise InputError(place, model_type, f"a structure of the catalogue; {accepted}")
     if model_type not in reader.CONFIG_MAPPING:
-        raise InputError(place, model_type, "a model_type of transformers or of the catalogue")
+        raise InputError(
+            place, model_type, "a model_type of transformers or of the catalogue: the one whose layers the model has"
+        )
+    unused = [key for key in reader.unknown_keys(config.fields) if template.is_size(key)]
+    usual = reader.class_name(model_type)
+    if unused and architecture is not None and usual is not None and architecture != usual:
+        accepted = (
+            f"nothing: {usual}, the class of model_type {model_type}, has no such size; the file is of {architecture}"
+        )
+        raise config.error(unused[0], accepted)
     layers = config.first_of("num_hidden_layers", "n_layer", "n_layers", "num_layers")
     config.integer(layers, 1, maximum=MAX_LAYERS)
     try:
         model: ModelSpec = reader.read_class(config.fields, name)
-        return model
     except reader.RefusedError as error:
         raise InputError(place, f"{model_type} ({error})", "a decoder-only model of parts that kvrsim knows") from None
+    notes = [f"not used, because model_type {model_type} has no such keys: {', '.join(unused)}"] if unused else []
+    return replace(model, approximations=(*model.approximations, *notes), from_class=True)
 
 
 def read_text_part(config: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:

@@ -249,6 +249,19 @@ def read_class(keys: Mapping[str, Any], name: str) -> ModelSpec:
         logging.set_verbosity(verbosity)
 
 
+def unknown_keys(keys: Mapping[str, Any]) -> list[str]:
+    """The keys with a value that the configuration of their type does not define: transformers does not use them."""
+    cls = CONFIG_MAPPING[keys["model_type"]]
+    known = {*signature(cls).parameters, *getattr(cls, "attribute_map", {}), *vars(cls())}
+    return [key for key, value in keys.items() if value and key not in known]
+
+
+def class_name(model_type: str) -> str | None:
+    """The name of the class of a type; None if it has none."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    return name if isinstance(name, str) else None
+
+
 def _symbol(value: int, *candidates: Any) -> int:
     """The first candidate that equals the value, else the value; a candidate may be a symbol."""
     return next((one for one in candidates if type(one) is not bool and isinstance(one, int) and one == value), value)

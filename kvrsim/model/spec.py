@@ -77,6 +77,8 @@ class ModelSpec:
     quantization: Quantization | None = None  # quantisation of some matrices (see Gemm.weights); None: none
     dtype: str | None = None  # dtype of weights that are not quantised, such as "bf16"; None: not stated
     approximations: tuple[str, ...] = ()  # omitted or simplified parts of the model, one sentence each
+    # Whether the layers were read from transformers' class, in tens of seconds, and not from the data of their type.
+    from_class: bool = field(default=False, compare=False)
 
     # Distinct kinds of layer, in order of first appearance; and for each layer the index of its kind.
     layer_kinds: tuple[LayerSpec, ...] = field(init=False, repr=False, compare=False)

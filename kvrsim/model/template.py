@@ -98,6 +98,7 @@ _HARMLESS = (
 # known.
 _COUNTS = (
     r"expert|layers?(_|$)(?!.*norm)|_heads?$|_rank$|conv|sparse|latent|share|window|^(num|n)_|loop|recur|_(dim|size)$"
+    r"|^index_|mamba|^ssm_|lora_|linear_attn|_d_(state|conv)$|_expand$|moe_top"
 )
 
 
@@ -115,8 +116,51 @@ def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = 
     own: the data are those of the file's own type. Otherwise an unknown key that gives a number of parts raises
     InputError.
     """
-    aliases, variants, legacy = kind["aliases"], kind["variants"], {*kind.get("legacy", ())}
-    numbers = {key for variant in variants for key in variant["numbers"]}
+    fields, shapes = _fields_of(kind, config)
+    legacy = {*kind.get("legacy", ())}
+    aliases = kind["aliases"]
+    nulls = {aliases.get(key, key) for key, value in config.fields.items() if value is None} - {*fields}
+    config = replace(config, fields=fields)
+    for variant in kind["variants"]:
+        if _not_covered(kind, variant, fields, shapes):
+            continue
+        model = _fill(kind["defaults"], variant, nulls, config, name)
+        if model is not None:
+            return model
+    keys = {*kind["known"], *legacy, *(key for variant in kind["variants"] for key in variant["fixed"])}
+    unknown = sorted(key for key in shapes - keys if is_size(key))
+    if unknown and not own:
+        accepted = f"nothing: the layers are read as those of {kind['model_type']}, which lacks it"
+        raise config.error(unknown[0], accepted)
+    return None
+
+
+def is_size(key: str) -> bool:
+    """Whether a key gives a number of parts or a width, by its name."""
+    return re.search(_HARMLESS, key) is None and re.search(_COUNTS, key) is not None
+
+
+def keys_at_fault(kind: Mapping[str, Any], config: JsonObject) -> list[str]:
+    """Keys, as the file spells them, because of which the data of a type do not cover it; those of the nearest variant.
+
+    Empty if no single key is at fault.
+    """
+    fields, shapes = _fields_of(kind, config)
+    faults: list[list[str]] = []
+    for variant in kind["variants"]:
+        keys = _not_covered(kind, variant, fields, shapes)
+        if not keys:  # a value that every file of this variant has
+            values = {**kind["defaults"], **fields}
+            keys = [key for key, value in variant["fixed"].items() if key in fields and values[key] != value]
+        faults.append(sorted(keys))
+    spelling = {kind["aliases"].get(key, key): key for key in config.fields}
+    return [spelling.get(key, key) for key in min(faults, key=len, default=[])]
+
+
+def _fields_of(kind: Mapping[str, Any], config: JsonObject) -> tuple[dict[str, Any], set[str]]:
+    """The values of a file under the type's own keys, without null; and those keys that may affect shapes."""
+    aliases = kind["aliases"]
+    numbers = {key for variant in kind["variants"] for key in variant["numbers"]}
     fields = {aliases.get(key, key): value for key, value in config.fields.items() if value is not None}
     fields = {key: value for key, value in fields.items() if value not in ([], {}) or key in numbers}
     whole = {key: value for key, value in fields.items() if isinstance(value, int)}
@@ -127,25 +171,22 @@ def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = 
             and not evaluate(difference, whole)
         ):
             fields.pop(key, None)
-    nulls = {aliases.get(key, key) for key, value in config.fields.items() if value is None} - {*fields}
     shapes = {key for key, value in fields.items() if value and not re.search(_HARMLESS, key)}
-    config = replace(config, fields=fields)
-    for variant in variants:
-        keys = {*kind["known"], *variant["fixed"], *variant["numbers"]}
-        # A list or an object must be one that the variant expects, or must define the kinds of layers.
-        unread = {key for key in shapes & keys if isinstance(fields[key], list | dict)}
-        unread -= {*variant["order"]["seen"], *variant["fixed"], *variant["numbers"]}
-        if unread or any(key in legacy or re.search(_COUNTS, key) for key in shapes - keys):
-            continue
-        model = _fill(kind["defaults"], variant, nulls, config, name)
-        if model is not None:
-            return model
-    keys = {*kind["known"], *legacy, *(key for variant in variants for key in variant["fixed"])}
-    unknown = sorted(key for key in shapes - keys if re.search(_COUNTS, key))
-    if unknown and not own:
-        accepted = f"nothing: the layers are read as those of {kind['model_type']}, which lacks it"
-        raise config.error(unknown[0], accepted)
-    return None
+    return fields, shapes
+
+
+def _not_covered(
+    kind: Mapping[str, Any], variant: Mapping[str, Any], fields: Mapping[str, Any], shapes: set[str]
+) -> set[str]:
+    """The keys of a file that a variant does not cover.
+
+    A list or an object must be one that the variant expects, or must define the kinds of layers.
+    """
+    keys = {*kind["known"], *variant["fixed"], *variant["numbers"]}
+    unread = {key for key in shapes & keys if isinstance(fields[key], list | dict)}
+    unread -= {*variant["order"]["seen"], *variant["fixed"], *variant["numbers"]}
+    legacy = {*kind.get("legacy", ())}
+    return unread | {key for key in shapes - keys if key in legacy or re.search(_COUNTS, key)}
 
 
 def _fill(
@@ -256,6 +297,24 @@ def model_type_data(model_type: str) -> dict[str, Any] | None:
 def _remote_types() -> dict[str, Any]:
     types: dict[str, Any] = parse_json((_DATA / "remote_types.json").read_bytes())
     return types
+
+
+@cache
+def targets() -> dict[str, set[str]]:
+    """The types whose data may describe each known type: itself, and those that it is read as; all as plain names."""
+    names = [path.stem for path in (_DATA / "types").glob("*.json")]
+    remote = {name: entry for name, entry in _remote_types().items() if not name.startswith("_")}
+    result = {plain_type(name): {plain_type(name)} for name in (*names, *remote)}
+    for name, entry in remote.items():
+        entries = entry if isinstance(entry, list) else [entry]
+        result[plain_type(name)] |= {plain_type(one["as"]) for one in entries if "as" in one}
+    return result
+
+
+def plain_type(name: str) -> str:
+    """The letters and digits of a type or of the name of its class, without its ending, such as ForCausalLM."""
+    base = re.sub(r"(ForCausalLM|ForConditionalGeneration|ForTextGeneration|LMHeadModel|Model)+$", "", name)
+    return re.sub(r"[^a-z0-9]+", "", base.lower().removesuffix("_text"))
 
 
 def _value(fields: Any, path: str) -> Any:

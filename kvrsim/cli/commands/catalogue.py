@@ -12,6 +12,7 @@ from kvrsim.arguments import argument, option
 from kvrsim.cli.help import Group
 from kvrsim.cli.options import JSON, OutputArgs, takes
 from kvrsim.cli.output import print_answer, print_json
+from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Part, facts, show, show_tree
 from kvrsim.engine import SHORT_TOKENS
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
@@ -193,9 +194,13 @@ def _models() -> Shelf:
             for sentence in sentences
         ]
 
+    def load(name: str, argument: str) -> ModelSpec:
+        with Progress() as progress:
+            return load_model(name, argument, on_progress=progress)
+
     return Shelf(
         names=(*builtin_models(), *own_models()),
-        load=load_model,
+        load=load,
         to_json=summary,
         cells=lambda model: {
             "model": model.name,
@@ -243,7 +248,8 @@ def models_add(
     """
     from kvrsim.model.load import add_model
 
-    model, folder = add_model(source, name)
+    with Progress() as progress:
+        model, folder = add_model(source, name, on_progress=progress)
     if json:
         print_json(summary(model) | {"folder": str(folder)})
         return
@@ -270,6 +276,8 @@ def show_model(model: ModelSpec) -> None:
         "cache": f"{format_bytes(model.kv_bytes_per_token(2))} per token{state_text}",
         "approximated": "\n".join(model.approximations) or "nothing",
     }
+    if model.from_class:
+        rows["read"] = "from transformers' class, in tens of seconds; kvrsim models add stores it for later commands"
     table = facts(*rows.items())
     for kind in model.layer_kinds:
         table.rows += [("", ""), (f"{model.layers.count(kind)} layers", mixer_title(kind))]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
+from kvrsim.model import template
 from kvrsim.model.load import add_model, builtin_models, config_path, load_model, read_config
 from tests.kvrsim.model.model_configs import GQA, LLAMA, SMALL, load
 
@@ -195,9 +196,76 @@ def test_alibi_of_baichuan_13b_and_blocks_of_minicpm(tmp_path: Path) -> None:
     assert notes == ("attention to chosen blocks of keys is counted as attention to all keys",)
 
 
-# A configuration with a senseless value is either read or refused with an error.
-
 CONFIGS = {name: json.loads(Path(config_path(name, "model")).read_text("utf-8")) for name in builtin_models()}
+
+# Files that are of another model than their model_type
+
+FOREIGN = {
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "kv_lora_rank": 512,
+    "index_topk": 64,
+    "mamba_d_state": 16,
+    "linear_attn_config": {"head_dim": 16},
+}
+GROK = {  # sizes of xai-org/grok-2, whose model_type is that of another model
+    **{"hidden_size": 8192, "intermediate_size": 32768, "moe_intermediate_size": 16384, "num_hidden_layers": 64},
+    **{"num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    **{"head_dim": 128, "vocab_size": 131072, "architectures": ["Grok1ForCausalLM"], "model_type": "git"},
+}
+
+
+@pytest.mark.parametrize("config", [GROK, {**LLAMA, "architectures": ["MixtralForCausalLM"]}], ids=["grok-2", "llama"])
+def test_a_file_of_another_class_than_its_type_is_refused(tmp_path: Path, config: dict[str, Any]) -> None:
+    message = refusal(tmp_path, config)
+    assert "architectures: got" in message
+    assert config["model_type"] in message
+
+
+@pytest.mark.parametrize("key", FOREIGN)
+def test_a_size_that_the_catalogue_does_not_know_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setattr("kvrsim.model.load.find_spec", lambda name: None)
+    assert f"config.json: {key}: got" in refusal(tmp_path, {**LLAMA, key: FOREIGN[key]})
+
+
+def test_a_value_that_the_catalogue_does_not_cover_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrsim.model.load.find_spec", lambda name: None)
+    kinds = ["sliding_attention"] * 6 + ["full_attention"] * 2
+    assert "config.json: layer_types: got" in refusal(tmp_path, {**LLAMA, "layer_types": kinds})
+
+
+@pytest.mark.parametrize("model", [*builtin_models(), *PUBLISHED])
+def test_published_files_name_a_class_of_their_type(model: str) -> None:
+    """No published file is refused for its class: those of the catalogue, and with the class that the Hub names."""
+    config = PUBLISHED[model]["config"] if model in PUBLISHED else CONFIGS[model]
+    assert read_config(JsonObject(fields=config, where=model), model).num_parameters > 0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [
+        ("kimi_k2", "DeepseekV3ForCausalLM"),
+        ("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration"),
+        ("gemma3_text", "Gemma3ForCausalLM"),
+        ("grok-1", "Grok1ModelForCausalLM"),
+        ("gpt2", "GPT2LMHeadModel"),
+        ("chatglm", "ChatGLMModel"),
+        ("RefinedWebModel", "RWForCausalLM"),
+        ("bailing_moe", "BailingMoeV2ForCausalLM"),
+        ("Yi", "YiForCausalLM"),
+        ("llama", "MyLlamaForCausalLM"),
+    ],
+)
+def test_a_class_of_the_type_or_an_unknown_one_is_accepted(model_type: str, architecture: str) -> None:
+    known = template.targets()
+    plain = template.plain_type(model_type)
+    theirs = known.get(template.plain_type(architecture))
+    assert theirs is None or theirs & known.get(plain, {plain})
+
+
+# A configuration with a senseless value is either read or refused with an error.
 JUNK: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 7, 2**31, 10**30, 0.5, float("nan"), "", "x", "1,2", "9" * 6000),
     *([], [0], [1] * 8, [None], [[]], [{}], ["full_attention"], ["sliding_attention"] * 4, {}, {"a": 1}),

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
-from kvrsim.model.load import read_text_part
+from kvrsim.model.load import load_model, read_text_part
 from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention
 from kvrsim.model.reader import HYPER, SHARED_INDEXERS, RefusedError, read_class
 from kvrsim.model.spec import LayerSpec
@@ -97,6 +97,33 @@ def test_files_with_all_keys_of_a_class_need_no_torch(
     few = {"num_hidden_layers": 6}
     fields = json.loads(CONFIG_MAPPING[model_type](**few).to_json_string(use_diff=False))
     assert load(tmp_path, fields).num_parameters == read_class({"model_type": model_type, **few}, "").num_parameters
+
+
+STRAY = {"model_type": "llama", **SMALL, "num_local_experts": 8, "index_topk": 64}
+
+
+def test_sizes_that_a_class_does_not_have_are_named(tmp_path: Path) -> None:
+    """The model is that of the file without them, and says which keys are not used."""
+    model = load(tmp_path, {**STRAY, "architectures": ["LlamaForCausalLM"]})
+    assert model.layers == load(tmp_path, {"model_type": "llama", **SMALL}).layers
+    assert any("num_local_experts, index_topk" in sentence for sentence in model.approximations)
+    assert model.from_class
+
+
+def test_sizes_that_a_class_does_not_have_are_refused_in_a_file_of_another_class(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"num_local_experts: got '8'.*LlamaMoEForCausalLM"):
+        load(tmp_path, {**STRAY, "architectures": ["LlamaMoEForCausalLM"]})
+
+
+def test_tens_of_seconds_are_announced(tmp_path: Path) -> None:
+    texts: list[str] = []
+    load(tmp_path, {"model_type": "llama", **SMALL})
+    load_model(tmp_path / "config.json", on_progress=lambda done, total, text: texts.append(text))
+    assert texts == []
+    load(tmp_path, STRAY)
+    load_model(tmp_path / "config.json", on_progress=lambda done, total, text: texts.append(text))
+    assert len(texts) == 1
+    assert "llama" in texts[0]
 
 
 def test_a_table_of_sines_is_no_learned_position() -> None:
