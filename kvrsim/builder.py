@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +17,13 @@ from kvrsim.hardware import (
     GpuSpec,
     LinkSpec,
     builtin_clusters,
+    builtin_gpus,
     cluster_of,
     load_cluster,
     load_gpu,
     load_link,
 )
+from kvrsim.kernels.attention import FlashRates
 from kvrsim.kernels.prefix import PrefixPlacement
 from kvrsim.kernels.profile import CalibrationProfile, load_profile, profile_of_sibling
 from kvrsim.model.load import known_shape, load_model
@@ -32,6 +35,7 @@ from kvrsim.units import counts_up_to, scale
 DEFAULT_DTYPE = "fp16"  # dtype of checkpoints that state none
 PAPER_MODELS = ("llama-7b", "llama-13b", "llama-30b", "llama-7b-mqa", "llama-7b-gqa8", "falcon-1b", "falcon-7b")
 PAPER_PROFILE = "a100-eager"  # profile of the KV-Runahead paper's machine
+_SAME_PEAK = 0.005  # relative difference below which two peaks are the same
 _MEASURED = "measured"  # name of a link without a datasheet
 DEFAULT_PROFILES = (  # one profile per GPU
     *("a100-flash", "h100-flash", "h200-flash", "b200-flash", "gb200-flash", "b300-flash", "gb300-flash"),
@@ -289,6 +293,7 @@ def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
         if not low <= value <= high
     ]
     notes.extend(coverage_notes(model, profile, scenario.request.dtype_bytes))
+    notes.extend(_limit_notes(profile, scenario.kernel))
     if profile.gpu != scenario.cluster.gpu.name:
         notes.append(note("GPU", profile=profile.name, measured=profile.gpu, gpu=scenario.cluster.gpu.name))
     if scenario.request.batch > 1:
@@ -303,4 +308,25 @@ def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
         if engine.fit is not None and unknown in engine.fit.widths:
             what = {"model": model.model_type, "gpu": profile.gpu, "short": SHORT_TOKENS}.get(unknown, "")
             notes.append(note(f"engine, {unknown}", engine=engine.name, what=what))
+    return notes
+
+
+def _limit_notes(profile: CalibrationProfile, kernel: str) -> list[Note]:
+    """A note on a limit of attention that is not the datasheet's, and so high that it changes no time."""
+    rates = {f"attention.{kernel}": profile.kernels.attention.get(kernel)}
+    if profile.kernels.latent is not None:
+        rates["latent.expanded"] = profile.kernels.latent.expanded
+        rates["latent.absorbed"] = profile.kernels.latent.absorbed
+    if profile.gpu not in builtin_gpus():
+        return []
+    peak = load_gpu(profile.gpu).peak_flops["fp16"]
+    notes = []
+    for place, flash in rates.items():
+        if not isinstance(flash, FlashRates):
+            continue
+        is_datasheets = math.isclose(flash.flops_per_s, peak, rel_tol=_SAME_PEAK)
+        if not is_datasheets and flash.flops_per_s >= flash.tiles_flops_per_s:
+            limit = f"{flash.flops_per_s / 1e12:.4g}"
+            tiles = f"{flash.tiles_flops_per_s / 1e12:.4g}"
+            notes.append(note("attention limit", profile=profile.name, place=place, limit=limit, tiles=tiles))
     return notes

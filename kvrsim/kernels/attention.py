@@ -293,6 +293,13 @@ class FlashRates:
     # Seconds of a step's softmax, which overlaps with the step's products: the longer one counts.
     softmax_s: NonNegative = 0.0
 
+    @property
+    def tiles_flops_per_s(self) -> float:
+        """FLOP/s that the steps of tiles never exceed; if `flops_per_s` is above it, that limit changes no time."""
+        step_flops = 4.0 * 128 * self.tile_rows * self.key_block
+        slots = max(self.concurrent_tiles, self.num_sms / self.alone_share)
+        return slots * step_flops / self.block_s
+
     def seconds(self, call: AttentionCall, batch: int, element_bytes: int) -> Array:
         """Seconds of a call: launch, tiles in waves, and append. More queries or keys never take less time."""
         return self._call_s(call, batch, element_bytes, self._scheduled_s(call, batch))

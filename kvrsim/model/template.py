@@ -151,7 +151,7 @@ def keys_at_fault(kind: Mapping[str, Any], config: JsonObject) -> list[str]:
         keys = _not_covered(kind, variant, fields, shapes)
         if not keys:  # a value that every file of this variant has
             values = {**kind["defaults"], **fields}
-            keys = [key for key, value in variant["fixed"].items() if key in fields and values[key] != value]
+            keys = {key for key, value in variant["fixed"].items() if key in fields and values[key] != value}
         faults.append(sorted(keys))
     spelling = {kind["aliases"].get(key, key): key for key in config.fields}
     return [spelling.get(key, key) for key in min(faults, key=len, default=[])]

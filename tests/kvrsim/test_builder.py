@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import kvrsim
 from kvrsim.builder import PAPER_MODELS
 from kvrsim.cli import main as cli
+from kvrsim.kernels.attention import FlashRates
 from kvrsim.kernels.profile import builtin_profiles, load_profile
 from kvrsim.model.load import builtin_models, load_model
 from kvrsim.notes import with_code
@@ -144,3 +146,33 @@ def test_what_others_pay_for_has_no_default_model(command: tuple[str, ...], caps
     assert "--model: got 'nothing'" in capsys.readouterr().err
     assert cli.main([*command, "--model", "llama-3.1-8b"]) == 2
     assert "--cluster: got 'nothing'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("factor", "is_limit"), [(2.0, False), (1.0, True), (0.9, False), (0.1, True)])
+def test_a_limit_of_attention_that_changes_no_time_is_named(factor: float, is_limit: bool) -> None:
+    """The note comes exactly where an edited limit leaves the TTFT as it was."""
+    profile = load_profile("h100-flash")
+    flash = profile.kernels.attention["flash"]
+    assert isinstance(flash, FlashRates)
+    edited = replace(flash, flops_per_s=factor * flash.flops_per_s)
+    kernels = replace(profile.kernels, attention={"flash": edited})
+    question = {"ctx": "32k", "model": "llama-3.1-8b", "gpus": 1, "strategy": "single"}
+    before = kvrsim.simulate(profile=profile, **question)
+    after = kvrsim.simulate(profile=replace(profile, kernels=kernels), **question)
+    is_named = bool(with_code(after.warnings, "attention limit"))
+    is_changed = after.ttft_s != before.ttft_s
+    assert is_named == (not is_changed and factor != 1.0)
+    assert is_changed == (is_limit and factor != 1.0)
+
+
+def test_half_the_time_of_its_tiles_makes_attention_faster() -> None:
+    """What the note proposes has an effect."""
+    profile = load_profile("h100-flash")
+    flash = profile.kernels.attention["flash"]
+    assert isinstance(flash, FlashRates)
+    halves = {name: getattr(flash, name) / 2 for name in ("block_s", "softmax_s", "tile_s")}
+    faster = replace(flash, flops_per_s=2 * flash.flops_per_s, **halves)
+    kernels = replace(profile.kernels, attention={"flash": faster})
+    question = {"ctx": "32k", "model": "llama-3.1-8b", "gpus": 1, "strategy": "single"}
+    before_s = kvrsim.simulate(profile=profile, **question).ttft_s
+    assert kvrsim.simulate(profile=replace(profile, kernels=kernels), **question).ttft_s < 0.9 * before_s
