@@ -82,6 +82,20 @@ def number(**limits: float) -> Check:
     return check
 
 
+def percentage(most: float) -> Check:
+    """Check for percentages from 1 to `most`. Less is refused, because it is usually a share: 0.95 instead of 95."""
+
+    check_number = number(above=0, most=most)
+
+    def check(value: object, parameter: str) -> float:
+        percent: float = check_number(value, parameter)
+        if percent < 1:
+            raise InputError(parameter, value, f"a percentage from 1 to {most:g}; did you mean {100 * percent:g}?")
+        return percent
+
+    return check
+
+
 def text(value: object, parameter: str) -> str:
     """Read a text."""
     if not isinstance(value, str):
@@ -567,7 +581,7 @@ class TargetArgs(Arguments):
 
     slo: Any = entry(quantity(parse_seconds))
     rate: Any = entry(number(above=0, most=1e6))
-    percentile: Any = entry(number(least=1, most=99.9), 90)
+    percentile: Any = entry(percentage(99.9), 90)
 
 
 class SearchArgs(Arguments):
@@ -739,14 +753,14 @@ class FleetArgs(Arguments):
     slo_ttft : TIME
         Target TTFT, such as 2s.
     percentile : P
-        Percentage of requests that must meet the target, up to 100.
+        Percentage of requests that must meet the target, such as 95; up to 100.
     sure : bool
         Require the upper end of the interval, not only the estimate, to meet the target.
 
     Fleet
     -----
     max_gpus : N
-        Largest fleet to consider. Default: 512.
+        Largest fleet to consider, prefill and decoding together. Default: 512.
     group_sizes : N,N,...
         Group sizes to consider. Default: 1,2,4,8; with nodes, up to the GPUs of two nodes.
     uniform_only : bool
@@ -756,9 +770,9 @@ class FleetArgs(Arguments):
     objective : gpus|cost
         What to minimise.
     tpot : TIME
-        Target time per output token, such as 30ms; also sizes the fleet that decodes.
+        Target time per output token, such as 30ms; also sizes the fleet that decodes, on other GPUs than prefill.
     kv_transfer_bandwidth : RATE
-        Add the transfer of the KV cache to the fleet that decodes; bandwidth per GPU, such as 50GB/s.
+        Count the transfer of the KV cache to the fleet that decodes; bandwidth per GPU, such as 50GB/s.
     """
 
     requests: Any = entry(named("pandas:DataFrame", "pandas.core.frame:DataFrame"), REQUIRED)
@@ -767,7 +781,7 @@ class FleetArgs(Arguments):
     replications: Any = entry(count(2**20), 5)
     pack_tokens: Any = entry(tokens)
     slo_ttft: Any = entry(quantity(parse_seconds), REQUIRED)
-    percentile: Any = entry(number(above=0, most=100), 99)
+    percentile: Any = entry(percentage(100), 99)
     sure: Any = entry(flag, False)
     max_gpus: Any = entry(count(2**20))
     group_sizes: Any = entry(counts)

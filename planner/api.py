@@ -385,10 +385,14 @@ def capacity_of(
     *,
     strategies: Sequence[str | kvrsim.Strategy] | None = None,
     engines: Iterable[str] = (),
+    emit: str | None = None,
     pool: Pool | None = None,
     on_progress: OnProgress | None = None,
 ) -> kvrsim.CapacityPlan:
-    """The result of `capacity`; engines: engines that must have the strategies. pool: processes that simulate."""
+    """The result of `capacity`; engines: engines that must have the strategies. pool: processes that simulate.
+
+    emit: the engine that will launch the fleet; raises InputError before the search if it cannot.
+    """
     from planner.capacity.plan import plan_capacity
     from planner.capacity.request import make_request
     from planner.capacity.times import StrategyPolicy
@@ -396,6 +400,10 @@ def capacity_of(
 
     scenario, warnings = build_scenario(args)
     request = make_request(fleet, scenario)
+    if emit is not None:
+        from planner.capacity.launch import check_launch
+
+        check_launch(scenario, request, emit)
     names = None if strategies is None else tuple(strategies)
     policy = StrategyPolicy(names=names, engines=tuple(map(deploy_engine, engines)))
     return plan_capacity(scenario, request, policy, warnings=warnings, pool=pool, on_progress=on_progress)

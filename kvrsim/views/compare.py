@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvrsim.io.schema import JsonObject, read
 from kvrsim.results.results import Prediction
@@ -38,11 +37,6 @@ class SavedAnswer:
     limits: Mapping[str, float]  # shares of the best strategy's TTFT by kind of operation
 
     @classmethod
-    def read(cls, path: str, name: str) -> SavedAnswer:
-        """Read a file; raises InputError that names the file and the key that is missing."""
-        return cls.of(name, JsonObject.read(Path(path), "answer"))
-
-    @classmethod
     def of(cls, name: str, data: JsonObject) -> SavedAnswer:
         """Read the object that `--json` prints; a launch (`--emit`) contains its plan."""
         data = data.child("plan") if data.has("plan") else data
@@ -58,11 +52,16 @@ class SavedAnswer:
             best = data.child("best").text("strategy") if data.has("best") else ""
         return cls(
             name=name,
-            question=dict(_parts(question.fields)),
+            question=question_parts(question),
             strategies=tuple(strategies),
             best=next((one for one in strategies if one.strategy == best), None),
             limits={one.text("operation"): one.number("share") for one in data.children("limits")},
         )
+
+
+def question_parts(question: JsonObject) -> dict[str, str]:
+    """The parts of a question in words, by label."""
+    return dict(_parts(question.fields))
 
 
 def _parts(question: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
@@ -84,9 +83,21 @@ def headline(answers: Sequence[SavedAnswer]) -> str:
     return "; ".join([f"{name} is the fastest: {strategy} in {format_seconds(least_s)}", *words]) + "."
 
 
-def differences(answers: Sequence[SavedAnswer]) -> Table:
+class Saved(Protocol):
+    """A saved answer of any command."""
+
+    @property
+    def name(self) -> str:
+        """Name of the answer."""
+
+    @property
+    def question(self) -> Mapping[str, str]:
+        """Parts of the question in words, by label."""
+
+
+def differences(answers: Sequence[Saved]) -> Table:
     """The parts of the question in which the answers differ."""
-    rows = _by_answer("question", answers)
+    rows = by_answer("question", answers)
     for label in dict.fromkeys(label for one in answers for label in one.question):
         words = [one.question.get(label, "none") for one in answers]
         if len(set(words)) > 1:
@@ -120,7 +131,7 @@ def bests(answers: Sequence[SavedAnswer], *, drawn: bool = False) -> Table:
 
 def strategies(answers: Sequence[SavedAnswer], most: int | None = None) -> Table:
     """TTFT of each answer's first `most` strategies, and its ratio to that in the first answer."""
-    rows = _by_answer("strategy", answers, number=True)
+    rows = by_answer("strategy", answers, number=True)
     every = [{one.strategy: one for one in answer.strategies} for answer in answers]
     for name in dict.fromkeys(name for by_name in every for name in [*by_name][:most]):
         first, cells = every[0].get(name), list[str | Cell]()
@@ -136,7 +147,7 @@ def strategies(answers: Sequence[SavedAnswer], most: int | None = None) -> Table
 
 def limits(answers: Sequence[SavedAnswer]) -> Table:
     """Table of the best strategies' time: seconds on the critical path, and their share."""
-    rows = _by_answer("critical path", answers, number=True)
+    rows = by_answer("critical path", answers, number=True)
     for label in dict.fromkeys(label for one in answers for label in one.limits):
         rows.add_row(label, *(_limit(one, label) for one in answers))
     return rows
@@ -150,7 +161,8 @@ def _limit(answer: SavedAnswer, label: str) -> str | Cell:
     return Cell(shown=f"{format_seconds(seconds)} ({share:.0%})", value=seconds)
 
 
-def _by_answer(title: str, answers: Sequence[SavedAnswer], *, number: bool = False) -> Table:
+def by_answer(title: str, answers: Sequence[Saved], *, number: bool = False) -> Table:
+    """An empty table with a column for each answer."""
     return Table(columns=[Column(title=title), *(Column(title=one.name, number=number) for one in answers)])
 
 
@@ -162,13 +174,21 @@ def page(answers: Sequence[SavedAnswer]) -> Page:
         "Strategies": (f"In brackets: the TTFT over that in {answers[0].name}.", strategies(answers)),
         "Where the time goes": ("Of the best strategies, on the critical path.", limits(answers)),
     }
+    best = [one.best.strategy for one in answers if one.best]
+    return page_of([one.name for one in answers], headline(answers), tables, strategies=best)
+
+
+def page_of(
+    names: Sequence[str], answer: str, tables: Mapping[str, tuple[str, Table]], *, strategies: Sequence[str]
+) -> Page:
+    """The page of tables, each with its title and its lead; strategies: those with a colour."""
     return Page(
-        title=f"{', '.join(one.name for one in answers[:-1])} and {answers[-1].name} compared",
-        answer=headline(answers),
+        title=f"{', '.join(names[:-1])} and {names[-1]} compared",
+        answer=answer,
         sections=[
             Section(title=title, lead=lead, body=table(rows.columns, rows.rows, caption=title))
             for title, (lead, rows) in tables.items()
             if rows.rows or lead
         ],
-        strategies=[one.best.strategy for one in answers if one.best],
+        strategies=list(strategies),
     )

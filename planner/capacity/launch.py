@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvrsim.errors import InputError
+from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from planner.candidates import Search
 from planner.capacity.fleet import WHOLE
+from planner.capacity.request import CapacityRequest
 from planner.capacity.result import CapacityPlan, GroupAnswer
 from planner.deploy import Launch, Server, layout_for, longest_sequence
-from planner.deploy_engines import DeployEngine, deploy_engine
+from planner.deploy_engines import DeployEngine, deploy_engine, launching_engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +24,20 @@ class _Servers:
     server: Server
     what: str  # description: number of servers, their GPUs, and their prompts
     notes: tuple[str, ...] = ()
+
+
+def check_launch(scenario: Scenario, request: CapacityRequest, engine_name: str) -> None:
+    """Raise InputError before a search if the engine cannot launch any fleet for the requests.
+
+    These are an engine other than the one whose times the scenario has, and prompts with more tokens than the model
+    has positions.
+    """
+    launching_engine(scenario, engine_name)
+    most = scenario.model.max_position_embeddings
+    longest = max(int(workload.context_len.max()) for workload in request.workloads())
+    if most is not None and longest > most:
+        accepted = f"prompts of at most {most} tokens, which {scenario.model.name} has positions for, with `emit`"
+        raise InputError("requests", f"a prompt of {longest} tokens", accepted)
 
 
 def launch_of_fleet(plan: CapacityPlan, engine_name: str, *, model: str) -> Launch:
@@ -52,7 +68,11 @@ def _servers(
     plan: CapacityPlan, groups: tuple[GroupAnswer, ...], engine: DeployEngine, model: str
 ) -> Iterator[_Servers]:
     decoders, budget = plan.decode_fleet, plan.request.pack_tokens
-    longest_tokens = plan.question.context_len + int(plan.workload["output_tokens"]["max"])
+    longest_tokens, most = plan.longest_sequence, plan.scenario.model.max_position_embeddings
+    ends = list[str]()
+    if most is not None and longest_tokens > most:
+        ends = [f"the model has {most} positions: some outputs end there, before their {longest_tokens} tokens"]
+        longest_tokens = most
     max_len = longest_sequence(plan.scenario.model, longest_tokens - 1)
     for number, group in enumerate(groups, start=1):
         low, high = group.context_range
@@ -60,14 +80,16 @@ def _servers(
         here = replace(plan.scenario.on_gpus(group.gpus_per_group), request=request)
         longest = Search().candidate(here, get_strategy(_strategy(group)))
         layout, pieces = layout_for(engine, here, longest.strategy), longest.partition.chunk_lens
-        notes = []
+        notes = list(ends)
         if budget is not None:
             pieces = (budget,) * -(-high // budget)
-            notes = [f"prompts share steps of up to {budget} new tokens"]
+            notes.append(f"prompts share steps of up to {budget} new tokens")
         elif layout.pieces == "none":
             pieces = (high,)
         elif len(pieces) > 1:
-            notes = [f"the pieces are for prompts of {high} new tokens; the plan has other pieces for shorter prompts"]
+            notes.append(
+                f"the pieces are for prompts of {high} new tokens; the plan has other pieces for shorter prompts"
+            )
         lengths = "" if len(groups) == 1 else f", for prompts of {low} to {high} new tokens"
         yield _Servers(
             name="prefill" if len(groups) == 1 else f"prefill-{number}",

@@ -96,10 +96,7 @@ class Sizing:
 
         stage: what the fleets are for, in reports of progress.
         """
-        workloads = [
-            request.source.workload(request.seed, number)
-            for number in range(request.replications if request.source.is_random else 1)
-        ]
+        workloads = request.workloads()
         if request.tpot_s is not None and workloads[0].output_tokens.max() < 2:
             raise InputError("tpot", request.tpot_s, "with requests of more than one output token")
         times = service_times(self.scenario, workloads, self.policy, request.pack_tokens, self._times)
@@ -120,7 +117,7 @@ class Sizing:
         fewer = theory.feasible[0]
         if fewer.total_gpus >= practice.feasible[0].total_gpus:
             return practice
-        note = f"with strategies that no engine has: {fewer.total_gpus} GPUs, {fewer.describe()} (--strategies all)"
+        note = f"with strategies that no engine has: {fewer.total_gpus} GPUs, {fewer.describe()} (strategies all)"
         return replace(practice, notes=(note,))
 
     def _search(self, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes) -> Outcome:
@@ -200,7 +197,7 @@ def _report(outcome: Outcome, warnings: Sequence[str]) -> CapacityPlan:
         budget_s = simulator.work.pool.time_budget_s
         notes.append(f"--time-budget {budget_s:g}s ended before all was simulated: {'; '.join(missing)}")
     if left_out := policy.left_out(largest):
-        notes.append(f"not tried: {', '.join(left_out)}; --strategies tries those that it names, or all")
+        notes.append(f"not tried: {', '.join(left_out)}; the option strategies tries those that it names, or all")
     alternatives = [replace(answer, runs=()) for answer in fleets[1:]]
     more = next((one for one in alternatives if one.unserved < fleets[0].unserved), None)
     shown = alternatives[:_ALTERNATIVES]
@@ -217,6 +214,7 @@ def _report(outcome: Outcome, warnings: Sequence[str]) -> CapacityPlan:
         simulated_requests=simulator.work.simulated,
         seconds=0.0,
         warnings=(*notes, *outcome.notes),
+        longest_sequence=max(int((one.context_len + one.output_tokens).max()) for one in workloads),
         would_meet=() if nearest is None else tuple(_would_meet(nearest, simulator)),
         growth=(),
         tried=tried,
@@ -284,10 +282,24 @@ def _question(largest: Scenario, request: CapacityRequest, policy: StrategyPolic
         strategies=None if policy.names is None else [label_of(one) for one in policy.names],
         slo_ttft_s=request.target.slo_s,
         percentile=request.target.percentile,
+        sure=request.sure,
+        requests=request.source.name,
+        rate_scale=request.source.rate_scale,
+        tpot_s=request.tpot_s,
+        pack_tokens=request.pack_tokens,
+        price_per_gpu_hour=_prices_of(request.limits),
         objective=request.objective,
         group_sizes=list(request.limits.sizes),
         deployable_on=[engine.name for engine in policy.engines],
     )
+
+
+def _prices_of(limits: FleetLimits) -> float | dict[str, float] | None:
+    """The price of all GPUs, or the prices by size of group; None: no price."""
+    prices = set(limits.prices.values())
+    if len(prices) == 1:
+        return prices.pop()
+    return {str(size): price for size, price in limits.prices.items()} or None
 
 
 def _memory_notes(workloads: Sequence[Workload], times: ServiceTimes, sizes: Sequence[int]) -> Iterator[str]:

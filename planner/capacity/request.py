@@ -13,7 +13,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.units import format_bandwidth, parse_count, parse_number
 from planner.capacity.decode import Transfer
 from planner.capacity.fleet import FleetLimits
-from planner.capacity.workload import Source
+from planner.capacity.workload import Source, Workload
 
 _DEFAULT_MAX_GPUS = 512
 _MOST_GPUS_PER_GROUP = 64
@@ -46,6 +46,11 @@ class CapacityRequest:
     seed: int = 0
     sure: bool = False  # whether the upper end of the prediction interval must meet the target, too
     mixed: bool = True  # whether to consider fleets of groups of different sizes
+
+    def workloads(self) -> list[Workload]:
+        """The requests of a trace, or those of each replication of a specification."""
+        number = self.replications if self.source.is_random else 1
+        return [self.source.workload(self.seed, replication) for replication in range(number)]
 
     @property
     def objective(self) -> str:

@@ -227,6 +227,7 @@ class CapacityPlan(Viewable):
     simulated_requests: int  # requests in all simulations of the search
     seconds: float  # duration of the search, seconds
     warnings: tuple[str, ...]
+    longest_sequence: int  # tokens of the longest prompt and output together
     would_meet: tuple[str, ...]  # changed targets that the nearest miss meets, in words
     growth: tuple[Growth, ...]  # answers for more requests, in ascending order; empty: not simulated
     tried: tuple[FleetAnswer, ...] = field(repr=False, compare=False)  # the best designs, with fewer and more groups

@@ -10,8 +10,8 @@ rate      requests per second, on average
 requests  number of requests; or duration=3600s
 cv        bursty: standard deviation of the gaps between arrivals over their mean (gamma-distributed gaps)
 period    diurnal: seconds from peak to peak;  peak the highest rate over the lowest (the rate is a sine)
-context   LEN, lognormal:MEDIAN:SIGMA, or file:TRACE (drawn from the contexts of a trace)
-output    LEN, lognormal:MEDIAN:SIGMA, or file:TRACE
+context   LEN, lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, or file:TRACE (drawn from the contexts of a trace)
+output    LEN, lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, or file:TRACE
 cached    share of every context that is in a prefix cache;  max  the longest context
 """
 
@@ -159,6 +159,7 @@ class Synthetic:
     output: _Draw
     cached: float  # cached share of every context
     max: int  # tokens of the longest context
+    defaults: str = ""  # keys that the text leaves out, with their values
 
     @classmethod
     def parse(cls, text: str, argument: str = "requests") -> Synthetic:
@@ -182,7 +183,10 @@ class Synthetic:
             if not 1 <= expected <= MAX_REQUESTS:
                 raise InputError(f"{argument}: duration", duration, f"1 to {MAX_REQUESTS} requests in all")
             values["requests"] = round(expected)
-        return cls(text=text, arrivals=arrivals, **values)
+        given = {*by_key, *(["requests"] if duration is not None else [])}
+        used = [key for key in _KEYS if key not in given and _ARRIVALS_OF.get(key, arrivals) == arrivals]
+        defaults = ", ".join(f"{key}={_KEYS[key][0]}" for key in used)
+        return cls(text=text, arrivals=arrivals, defaults=defaults, **values)
 
     def scaled(self, factor: float) -> Synthetic:
         """`factor` times as many requests in the same time."""
@@ -202,6 +206,7 @@ class Synthetic:
             context_len=context,
             cached_prefix=np.minimum(cached, context - 1),
             output_tokens=self.output(self.requests, rng),
+            notes=(f"by default {self.defaults}",) if self.defaults else (),
         )
 
     def _arrivals_s(self, rng: np.random.Generator) -> Array:
@@ -243,6 +248,11 @@ class Source:
         return replace(self, rate_scale=self.rate_scale * factor)
 
     @property
+    def name(self) -> str:
+        """Name of the trace, or the specification."""
+        return f"synthetic:{self.requests.text}" if isinstance(self.requests, Synthetic) else self.requests.name
+
+    @property
     def num_requests(self) -> float:
         """Expected number of requests of a workload."""
         requests = self.requests.requests if isinstance(self.requests, Synthetic) else len(self.requests)
@@ -275,11 +285,23 @@ def _lengths(text: str, argument: str) -> _Draw:
             return np.clip(np.rint(np.minimum(lengths, MAX_TOKENS)), 1, MAX_TOKENS).astype(np.int64)
 
         return lognormal
+    if kind == "uniform":
+        low_text, mark, high_text = rest.partition(":")
+        if not mark:
+            raise InputError(argument, text, "uniform:LOW:HIGH, such as uniform:32k:128k")
+        low, high = parse_tokens(low_text, argument), parse_tokens(high_text, argument)
+        if low > high:
+            raise InputError(argument, text, "uniform:LOW:HIGH, with LOW no more than HIGH")
+        return lambda count, rng: rng.integers(low, high, size=count, endpoint=True)
     if kind == "file":
         trace = read_trace(rest, argument=argument)
         values = trace.output_tokens if argument.endswith("output") else trace.context_len
         return lambda count, rng: np.asarray(rng.choice(values, size=count))
-    length = parse_tokens(text, argument)
+    try:
+        length = parse_tokens(text, argument)
+    except InputError:
+        accepted = "a number of tokens such as 16k, lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH or file:TRACE"
+        raise InputError(argument, text, accepted) from None
     return lambda count, rng: np.full(count, length, dtype=np.int64)
 
 
@@ -294,6 +316,7 @@ _KEYS: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # key: (default, pa
     "cached": ("0", partial(parse_share, below=1)),
     "max": ("128k", parse_tokens),
 }
+_ARRIVALS_OF = {"cv": "bursty", "period": "diurnal", "peak": "diurnal"}  # keys of one kind of arrivals
 
 
 # -- Traces: CSV or JSON lines.

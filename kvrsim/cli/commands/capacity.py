@@ -44,7 +44,8 @@ def capacity(
     """Find the smallest or cheapest fleet for a TTFT target.
 
     The answer includes the rule that assigns prompts to groups. If no fleet meets the target, the exit code is 1, and
-    the nearest miss and the reasons are printed.
+    the nearest miss and the reasons are printed. Prefill and decoding run on different GPUs; TTFT does not include the
+    transfer of the KV cache between them.
 
     Example: kvrsim capacity --requests synthetic:poisson,rate=4 --slo-ttft 2s llama-3.1-8b 8xh100
     """
@@ -54,7 +55,13 @@ def capacity(
     engines = filter(None, (deploy.emit, deploy.only_deployable))
     with pool_of(workers) as pool, Progress() as progress:
         result = capacity_of(
-            args, fleet, strategies=output.strategies, engines=engines, pool=pool, on_progress=progress
+            args,
+            fleet,
+            strategies=output.strategies,
+            engines=engines,
+            emit=deploy.emit,
+            pool=pool,
+            on_progress=progress,
         )
     launch = None
     if deploy.emit is not None and result.answer is not None:

@@ -19,17 +19,22 @@ _PLOT = Option(metavar="FILE", help="Write the comparison as a page, FILE.html."
 def compare(
     *,
     answers: Any = argument(
-        "ANSWER.json...", "Two or more outputs of kvrsim plan --json or simulate --json.", check=lambda value, _: value
+        "ANSWER.json...",
+        "Two or more outputs of kvrsim plan --json or simulate --json, or of capacity --json.",
+        check=lambda value, _: value,
     ),
     plot: Any = _PLOT,
 ) -> None:
     """Show saved answers side by side.
 
-    It shows the best of each, how the questions differ, the fastest strategies, and where the time goes.
+    It shows the best of each, how the questions differ, the fastest strategies, and where the time goes; of fleets the
+    GPUs, the price and the GPUs for more requests.
 
     Example: kvrsim compare a.json b.json --html both.html
     """
+    from kvrsim.io.schema import JsonObject
     from kvrsim.views import compare as view
+    from kvrsim.views import fleets
     from kvrsim.views.figure import is_page
     from kvrsim.views.page import write_page
 
@@ -39,7 +44,18 @@ def compare(
         raise InputError("plot", plot, "a file name that ends in .html")
     stems = [Path(path).stem for path in answers]
     names = stems if len(set(stems)) == len(stems) else answers
-    saved = [view.SavedAnswer.read(path, name) for path, name in zip(answers, names, strict=True)]
+    contents = [JsonObject.read(Path(path), "answer") for path in answers]
+    of_fleets = [fleets.is_fleet(content) for content in contents]
+    if all(of_fleets):
+        saved_fleets = [fleets.SavedFleet.of(name, content) for name, content in zip(names, contents, strict=True)]
+        differences = view.differences(saved_fleets)
+        fleet_tables = (fleets.bests(saved_fleets), differences, fleets.growth(saved_fleets))
+        show(headline(fleets.headline(saved_fleets)), *(part for one in fleet_tables if one.rows for part in ("", one)))
+        write_files((plot, lambda path: write_page(fleets.page(saved_fleets, differences), path)))
+        return
+    if any(of_fleets):
+        raise InputError("answer", answers[of_fleets.index(True)], "fleets only, or plans and simulations only")
+    saved = [view.SavedAnswer.of(name, content) for name, content in zip(names, contents, strict=True)]
     tables = (view.bests(saved), view.differences(saved), view.strategies(saved, MOST_ROWS), view.limits(saved))
     show(headline(view.headline(saved)), *(part for one in tables if one.rows for part in ("", one)))
     write_files((plot, lambda path: write_page(view.page(saved), path)))

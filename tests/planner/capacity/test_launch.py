@@ -70,3 +70,33 @@ def test_a_group_of_an_engine_runs_one_strategy() -> None:
     assert all(engine.has(get_strategy(name), scenario) for name in layouts)
     assert "single" not in layouts
     assert "kvr-s" not in StrategyPolicy(engines=(engine,)).left_out(scenario)
+
+
+@pytest.mark.parametrize(
+    ("requests", "options", "words"),
+    [
+        ("context=140000,max=1m", ("--emit", "vllm"), "--requests: got 'a prompt of 140000 tokens'"),
+        ("context=1k", ("--emit", "vllm", "--engine", "sglang"), "--emit: got 'vllm', accepted: sglang"),
+    ],
+)
+def test_what_cannot_be_launched_is_refused_before_the_search(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    requests: str,
+    options: tuple[str, ...],
+    words: str,
+) -> None:
+    monkeypatch.setattr("planner.capacity.plan.plan_capacity", lambda *_, **__: pytest.fail("a search"))
+    question = ("--requests", f"synthetic:poisson,rate=1,requests=20,{requests}", *ASK)
+    assert cli.main(["capacity", *question, *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_outputs_beyond_the_last_position_do_not_prevent_a_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    requests = "synthetic:poisson,rate=0.2,requests=10,context=131000,output=500,max=128k"
+    options = ("--slo-ttft", "100s", "--group-sizes", "4", "--replications", "1", "--emit", "vllm", "--json")
+    assert cli.main(["capacity", "llama-3.1-8b", "h100-nvlink", "--requests", requests, *options]) == 0
+    content = json.loads(capsys.readouterr().out)
+    args = read_flags("vllm", content["args"])
+    assert args["--max-model-len"] == "131072"
+    assert any("131072 positions" in note for note in content["notes"])

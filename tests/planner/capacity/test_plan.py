@@ -125,3 +125,10 @@ def test_long_traces_are_searched_on_a_stretch_and_judged_whole(
     assert result.answer is not None
     assert sum(group.requests for group in result.answer.groups) == 900
     assert result.answer.in_time >= 0.99
+
+
+def test_a_share_instead_of_a_percentage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "--requests", SMALL, "--slo-ttft", "1s", "--percentile", "0.95")
+    assert (code, out) == (2, "")
+    assert "--percentile: got '0.95'" in err
+    assert err.rstrip().endswith("did you mean 95?")

@@ -212,3 +212,25 @@ def test_a_data_frame_is_read_as_its_csv(tmp_path: Path) -> None:
     from_frame, from_file = Source.of(frame).workload(0), Source.of(path).workload(0)
     assert from_frame.arrival_s.tolist() == from_file.arrival_s.tolist()
     assert from_frame.context_len.tolist() == from_file.context_len.tolist()
+
+
+def test_lengths_are_drawn_uniformly() -> None:
+    lengths = Source.of("synthetic:poisson,rate=1,requests=4000,context=uniform:32k:128k").workload(0).context_len
+    assert 32768 <= lengths.min() < 33500
+    assert 130000 < lengths.max() <= 131072
+    assert lengths.mean() == pytest.approx((32768 + 131072) / 2, rel=0.02)
+
+
+@pytest.mark.parametrize("text", ["uniform:4k", "uniform:8k:4k", "about 4k"])
+def test_a_wrong_distribution_names_those_that_are_accepted(text: str) -> None:
+    with pytest.raises(InputError, match=r"context: .*uniform:LOW:HIGH"):
+        Source.of(f"synthetic:poisson,rate=1,context={text}")
+
+
+def test_the_defaults_that_decide_the_answer_are_in_a_note() -> None:
+    workload = Source.of("synthetic:poisson,rate=4,requests=40").workload(0)
+    assert workload.notes == ("by default context=lognormal:1k:1, output=200, cached=0, max=128k",)
+    given = "requests=40,context=lognormal:1k:1,output=200,cached=0,max=128k"
+    same = Source.of(f"synthetic:poisson,rate=4,{given}").workload(0)
+    assert not same.notes
+    assert (same.context_len == workload.context_len).all()
