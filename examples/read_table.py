@@ -34,7 +34,13 @@ def partition(table: dict, num_gpus: int, context_len: int) -> list[int]:
     chunks = [longest(rank, late) for rank in range(num_gpus)]
     for rank in range(num_gpus):  # several ranks may come to a jump at once
         chunks[rank] -= max(0, min(sum(chunks) - tokens, chunks[rank] - longest(rank, early)))
-    return chunks
+    shares = [share * tokens for share in mixed["fractions"]]
+    if all(abs(chunk - share) <= max(1, 0.15 * share) for chunk, share in zip(chunks, shares, strict=True)):
+        return chunks
+    ends = [0]  # chunks far from the shares are not used
+    for rank in range(1, num_gpus):
+        ends.append(min(max(round(sum(shares[:rank])), ends[-1] + 1), tokens - num_gpus + rank))
+    return [end - start for start, end in zip(ends, [*ends[1:], tokens], strict=True)]
 
 
 if __name__ == "__main__":

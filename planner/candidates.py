@@ -225,8 +225,8 @@ def prefix_access_notes(candidates: Sequence[Candidate]) -> list[str]:
 class PartitionLookup(Protocol):
     """A table of partitions, such as planner.table.table.PartitionTable."""
 
-    def partition_for(self, per_rank: Scenario, /) -> Partition:
-        """The partition of a scenario."""
+    def partition_for(self, per_rank: Scenario, strategy: Strategy, /) -> Partition:
+        """The partition of a scenario, for a strategy that uses the table."""
 
     def notes_for(self, per_rank: Scenario, strategy: Strategy, /) -> tuple[str, ...]:
         """Notes on differences between the table and the scenario, for a strategy that uses the table."""
@@ -309,7 +309,7 @@ class Search:
         if self.options.table is None:
             accepted = f"a file of kvrsim table build, where {strategy.name} looks its chunks up"
             raise InputError("table", "nothing", accepted)
-        partition: Partition = self.options.table.partition_for(per_rank)
+        partition: Partition = self.options.table.partition_for(per_rank, strategy)
         return partition
 
 

@@ -31,15 +31,16 @@ from planner.candidates import per_rank_scenario, ttft_of
 from planner.processes import Pool
 from planner.search.balance import ChainWork, balanced_chunks
 from planner.search.bound import lower_bound_s
-from planner.search.minimise import Evaluator, chunk_lens, chunks_between, rounded, to_grid, unique_rows
+from planner.search.minimise import Evaluator, chunks_between, to_grid, unique_rows
 from planner.search.search import search
 from planner.table.table import (
+    Interpolated,
     PartitionTable,
     QuantizationSteps,
     TableEntry,
     TableSetting,
     quantization_steps,
-    to_steps,
+    whole_chunks,
 )
 from planner.uncertainty.intervals import interval_of
 from planner.uncertainty.sensitivities import sensitivities
@@ -84,7 +85,7 @@ def draft_of(scenario: Scenario, strategy: Strategy) -> Draft:
         partition=result.partition.chunk_lens,
         ttft_s=result.ttft_s,
         lower_bound_s=lower_s,
-        balanced=_whole(balanced, scenario.request.new_tokens),
+        balanced=whole_chunks(balanced, scenario.request.new_tokens),
     )
     return _nearest_to_balanced(scenario, strategy, draft, [draft.partition])
 
@@ -155,7 +156,14 @@ def _interpolate(
         levels, token_s = levels_of(replace(scenario, request=request), strategy, draft.partition, steps)
         rows.append(np.array([np.array(draft.partition) / total, np.array(levels) / total, token_s]))
     fractions, shares, token_s = (1 - weight) * rows[0] + weight * rows[1]
-    return to_steps(fractions.tolist(), (shares * tokens).tolist(), token_s.tolist(), steps, tokens, cached)
+    values = Interpolated(
+        tokens=tokens,
+        cached_prefix=cached,
+        shares=tuple(fractions.tolist()),
+        levels=tuple((shares * tokens).tolist()),
+        token_s=tuple(token_s.tolist()),
+    )
+    return values.partition(steps)
 
 
 def _nearest_to_balanced(
@@ -177,11 +185,6 @@ def _nearest_to_balanced(
     fast = np.nonzero(ttft_s <= (1 + tolerance) * best_s)[0]
     best = fast[np.lexsort((ttft_s[fast], distance[fast]))[0]]
     return replace(draft, partition=tuple(int(chunk) for chunk in rows[best]), ttft_s=float(ttft_s[best]))
-
-
-def _whole(chunks: Array, tokens: int) -> tuple[int, ...]:
-    """Whole chunks of at least 1 token that sum to `tokens`."""
-    return chunk_lens(rounded(chunks, 1, tokens).tolist(), tokens)
 
 
 def _even_ttft_s(scenario: Scenario, strategy: Strategy) -> float:
@@ -222,8 +225,7 @@ def make_table(
             on_progress(len(drafts), len(scenarios), "entries")
     if not drafts:
         raise InputError("time_budget", f"{pool.time_budget_s:g}s", "a longer time: no entry is complete")
-    longest = replace(scenario.request, context_len=max(context_lens))
-    steps = quantization_steps(replace(scenario, request=longest))
+    steps = quantization_steps(scenarios[max(scenarios)])
     around = _neighbours(drafts)
     work = [(scenarios[key], own, drafts[key], around[key], steps) for key in scenarios if key in drafts]
     entries = pool.run_in_order(entry_of, work, "comparisons with neighbours", on_progress)

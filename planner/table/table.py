@@ -9,6 +9,9 @@ values per rank: the level, which is the chunk length that the rank could comput
 the cost of a token. Both are smooth in length. From the interpolated values follows the longest chunk that each rank
 can compute in its time; a common shift of these times makes the chunks sum to the context. These chunks end at steps,
 like searched chunks.
+
+If the host or the links limit the speed, the levels say little, and these chunks may be far from the shares. Then the
+lookup uses the shares. Where the scenario is at hand, simulations refine the chunks: see planner/table/lookup.py.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, Strategy
 from kvrsim.units import format_bandwidth, format_seconds
 from planner.grid import GridFile
+from planner.search.minimise import chunk_lens, rounded
 
 if TYPE_CHECKING:
     import pandas
@@ -260,8 +264,7 @@ class TableEntry(Prediction):
     @property
     def fractions(self) -> tuple[float, ...]:
         """Each rank's share of the new tokens."""
-        total = sum(self.partition)
-        return tuple(chunk / total for chunk in self.partition)
+        return fractions_of(self.partition)
 
     def __post_init__(self) -> None:
         for key in ("partition", "levels", "token_s"):
@@ -315,19 +318,19 @@ class PartitionTable(GridFile):
             raise InputError("gpus", num_gpus, f"a number of GPUs that the table has: {has}")
         return entries
 
-    def partition_for(self, per_rank: Scenario) -> Partition:
-        """KVR-P's partition of a scenario; raises the same InputErrors as look_up."""
-        return Partition(chunk_lens=self._look_up(per_rank).partition)
+    def partition_for(self, per_rank: Scenario, strategy: Strategy) -> Partition:
+        """KVR-P's partition of a scenario, refined by simulations; raises the same InputErrors as look_up."""
+        from planner.table.lookup import refined_lookup
 
-    def _look_up(self, per_rank: Scenario) -> TableLookup:
-        request = per_rank.request
-        return look_up(self, per_rank.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
+        return Partition(chunk_lens=refined_lookup(self, per_rank, strategy).partition)
 
     def notes_for(self, per_rank: Scenario, strategy: Strategy) -> tuple[str, ...]:
         """Notes if the table's setting differs from the scenario's, or if the context is outside the table."""
         others = self.setting.differences(per_rank, strategy.looks_up)
         notes = [note("table setting", strategy=strategy.name, differences="; ".join(others))] if others else []
-        return (*notes, *(f"{strategy.name}: {warning}" for warning in self._look_up(per_rank).warnings))
+        request = per_rank.request
+        lookup = look_up(self, per_rank.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
+        return (*notes, *(f"{strategy.name}: {warning}" for warning in lookup.warnings))
 
     def to_frame(self) -> pandas.DataFrame:
         """A table with one row per entry."""
@@ -341,6 +344,7 @@ def load_table(path: str | Path, argument: str = "table") -> PartitionTable:
 
 Source = Literal["exact", "interpolated", "extrapolated"]
 _HALVINGS = 64
+MOST_FROM_SHARE = 0.15  # chunks at steps that differ by more from a chunk of the interpolated share are not used
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -349,15 +353,59 @@ class TableLookup:
 
     num_gpus: int
     context_len: int  # tokens, cached prefix included
-    fractions: tuple[float, ...]  # each rank's share of the new tokens, before rounding
+    fractions: tuple[float, ...]  # the partition divided by the new tokens
     partition: tuple[int, ...]  # new tokens per rank
     source: Source
     between: tuple[int, ...]  # contexts of the one or two entries used
+    is_refined: bool = False  # whether simulations refined the interpolated partition
     warnings: tuple[str, ...]
+
+    def with_partition(self, partition: tuple[int, ...], *, is_refined: bool) -> TableLookup:
+        """The lookup with another partition of the same tokens."""
+        return replace(self, partition=partition, fractions=fractions_of(partition), is_refined=is_refined)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interpolated:
+    """Values of the ranks between two entries, or beyond them."""
+
+    tokens: int  # new tokens
+    cached_prefix: int  # tokens
+    shares: tuple[float, ...]  # of the new tokens; they sum to 1
+    levels: tuple[float, ...]  # tokens: see the top of this file
+    token_s: tuple[float, ...]  # cost in seconds of one more token
+
+    def at_steps(self, steps: QuantizationSteps) -> tuple[int, ...]:
+        """Chunks that end at steps of the cost."""
+        return to_steps(self.shares, self.levels, self.token_s, steps, self.tokens, self.cached_prefix)
+
+    def at_shares(self) -> tuple[int, ...]:
+        """Chunks of the shares, with boundaries at the nearest token."""
+        return whole_chunks(np.array(self.shares) * self.tokens, self.tokens)
+
+    def partition(self, steps: QuantizationSteps) -> tuple[int, ...]:
+        """Chunks that end at steps, or chunks of the shares if those at steps are far from them."""
+        at_steps = self.at_steps(steps)
+        for chunk, share in zip(at_steps, self.shares, strict=True):
+            expected = share * self.tokens
+            if abs(chunk - expected) > max(1.0, MOST_FROM_SHARE * expected):
+                return self.at_shares()
+        return at_steps
+
+
+def fractions_of(partition: Sequence[int]) -> tuple[float, ...]:
+    """Each chunk divided by the sum of all."""
+    total = sum(partition)
+    return tuple(chunk / total for chunk in partition)
+
+
+def whole_chunks(chunks: Array, tokens: int) -> tuple[int, ...]:
+    """Whole chunks of at least 1 token that sum to `tokens`."""
+    return chunk_lens(rounded(chunks, 1, tokens).tolist(), tokens)
 
 
 def look_up(table: PartitionTable, num_gpus: int, context_len: int, *, cached_prefix: int | None = None) -> TableLookup:
-    """Return the partition for a context; at an entry's context, the entry's partition.
+    """Return the partition for a context, from the table alone; at an entry's context, the entry's partition.
 
     cached_prefix: replaces the table's value.
     Beyond the last entry, shares are extrapolated linearly in 1 / context. Below the first entry, the shares of the
@@ -366,32 +414,45 @@ def look_up(table: PartitionTable, num_gpus: int, context_len: int, *, cached_pr
     """
     entries = table.of(num_gpus)
     cached = table.setting.cached_prefix if cached_prefix is None else cached_prefix
-    tokens = context_len - cached
-    if tokens < num_gpus:
+    if context_len - cached < num_gpus:
         accepted = f"a context of at least {num_gpus + cached} tokens, one new token per GPU"
         raise InputError("ctx", context_len, accepted)
     low, high = _neighbours(entries, context_len)
     source: Source = "exact" if low is high else "interpolated"
-    warnings, lengths = list[str](), (low.context_len, high.context_len)
-    if not lengths[0] <= context_len <= lengths[1]:
-        source, ends = "extrapolated", f"{entries[0].context_len} to {entries[-1].context_len}"
+    warnings = list[str]()
+    if not low.context_len <= context_len <= high.context_len:
+        source = "extrapolated"
+        ends = f"{entries[0].context_len} to {entries[-1].context_len}"
         warnings.append(f"extrapolated: the table's contexts for {num_gpus} GPUs are {ends}, not {context_len}")
-    weight = _weight(*lengths, context_len)
-    fractions = _between(low.fractions, high.fractions, weight)
     if source == "exact" and cached == table.setting.cached_prefix:
         partition = low.partition
     else:
-        levels = [share * tokens for share in _between(low.levels, high.levels, weight)]
-        token_s = _between(low.token_s, high.token_s, _linear_weight(*lengths, context_len))
-        partition = to_steps(fractions, levels, token_s, table.steps, tokens, cached)
+        partition = interpolated(table, num_gpus, context_len, cached).partition(table.steps)
     return TableLookup(
         num_gpus=num_gpus,
         context_len=context_len,
-        fractions=fractions if weight <= 1 else tuple(share / math.fsum(fractions) for share in fractions),
+        fractions=fractions_of(partition),
         partition=partition,
         source=source,
-        between=tuple(sorted({*lengths})),
+        between=tuple(sorted({low.context_len, high.context_len})),
         warnings=tuple(warnings),
+    )
+
+
+def interpolated(table: PartitionTable, num_gpus: int, context_len: int, cached_prefix: int) -> Interpolated:
+    """The ranks' values between the two entries around a context, or beyond them."""
+    low, high = _neighbours(table.of(num_gpus), context_len)
+    lengths = low.context_len, high.context_len
+    tokens = context_len - cached_prefix
+    weight = _weight(*lengths, context_len)
+    shares = _between(low.fractions, high.fractions, weight)
+    total = math.fsum(shares)
+    return Interpolated(
+        tokens=tokens,
+        cached_prefix=cached_prefix,
+        shares=shares if weight <= 1 else tuple(share / total for share in shares),
+        levels=tuple(share * tokens for share in _between(low.levels, high.levels, weight)),
+        token_s=_between(low.token_s, high.token_s, _linear_weight(*lengths, context_len)),
     )
 
 

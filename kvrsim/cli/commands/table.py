@@ -71,14 +71,15 @@ def lookup(
 ) -> None:
     """Print the partition for a context.
 
-    It is an entry of the table, or interpolated between the two nearest ones.
+    It is an entry of the table, or interpolated between the two nearest ones and refined by simulations.
 
     Example: kvrsim table lookup table.json --gpus 4 --ctx 10k
     """
     from kvrsim.io.schema import to_json
-    from planner.table.table import load_table, look_up
+    from planner.table.lookup import best_lookup
+    from planner.table.table import load_table
 
-    result = look_up(load_table(file, "TABLE"), gpus, ctx)
+    result = best_lookup(load_table(file, "TABLE"), gpus, ctx)
     warn_notes(result.warnings if json else ())
     print_result(to_json(result), lookup_facts(result), json=json)
 
@@ -101,11 +102,13 @@ def lookup_facts(result: TableLookup) -> Facts:
     """Make lines of the partition and its origin."""
     between = " and ".join(map(format_tokens, result.between))
     sources = {"exact": "an entry of the table", "interpolated": f"interpolated between {between}"}
+    source = sources.get(result.source, f"extrapolated from the shares of {between}")
+    refined = ", then refined by simulations" * result.is_refined
     gpus = f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
     return facts(
         ("partition:", headline(", ".join(map(str, result.partition)))),
         ("shares:", " ".join(f"{share:.3f}" for share in result.fractions)),
-        ("from:", sources.get(result.source, f"extrapolated from the shares of {between}")),
+        ("from:", source + refined),
         *note_rows(result.warnings),
         ("question:", f"{format_tokens(result.context_len)} tokens on {gpus}"),
     )

@@ -20,6 +20,7 @@ from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.table.build import draft_of, make_table
+from planner.table.lookup import best_lookup
 from planner.table.table import PartitionTable, look_up
 
 KVR = STRATEGIES["kvr-s"]
@@ -77,7 +78,7 @@ def test_kvr_p_takes_its_chunks_from_the_table(tables: dict[str, PartitionTable]
     table.write(path)
     assert kvrsim.load_table(path) == table
     result = kvrsim.simulate(strategy="kvr-p", ctx="10k", gpus=4, table=path)
-    assert result.partition == look_up(table, 4, 10240).partition
+    assert result.partition == best_lookup(table, 4, 10240).partition
     assert not [note for note in result.warnings if note.startswith("kvr-p")]
     plan = kvrsim.plan(ctx="10k", gpus=4, strategies=("tsp", "kvr-p"), table=table)
     assert plan.best == plan["kvr-p"]

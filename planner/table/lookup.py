@@ -1,0 +1,122 @@
+"""KVR-P's lookup where the table's scenario is at hand: interpolated chunks, refined by simulations.
+
+Interpolation alone is often a few percent slower than a search, and sometimes much more, because the best chunks jump
+from one length to the next (benchmarks/results/table_quality.md). A few rounds of the pattern search end near the best.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from kvrsim.arguments import ScenarioArgs
+from kvrsim.builder import build_scenario
+from kvrsim.errors import InputError
+from kvrsim.notes import note
+from kvrsim.program import Array
+from kvrsim.scenario import Scenario
+from kvrsim.strategies import Strategy, searched_strategy
+from planner.candidates import per_rank_scenario
+from planner.search.minimise import Boundaries, Evaluator, chunk_lens, chunks_between, minimise, to_grid, unique_rows
+from planner.table.table import PartitionTable, TableLookup, TableSetting, interpolated, look_up
+
+_BLENDS = 17  # partitions from the interpolated shares to the chunks that end at steps
+_ROUNDS = 4  # rounds of the pattern search; with 2, some lookups are 3 % slower than a search, with 4 at most 1 %
+
+
+def best_lookup(table: PartitionTable, num_gpus: int, context_len: int) -> TableLookup:
+    """The refined lookup for the table's own scenario; if it cannot be built here, look_up's, with a warning.
+
+    Raises the same InputErrors as look_up.
+    """
+    lookup = look_up(table, num_gpus, context_len)
+    if lookup.source == "exact" or num_gpus == 1:
+        return lookup
+    try:
+        per_rank, strategy = table_scenario(table.setting, num_gpus, context_len)
+    except InputError as error:
+        why = f"{error.parameter}: {error.value}"
+        return replace(lookup, warnings=(*lookup.warnings, note("not refined", why=why)))
+    return refined_lookup(table, per_rank, strategy)
+
+
+def refined_lookup(table: PartitionTable, per_rank: Scenario, strategy: Strategy) -> TableLookup:
+    """The lookup for a scenario of the strategy's ranks; between and beyond entries, refined by simulations.
+
+    Raises the same InputErrors as look_up.
+    """
+    request = per_rank.request
+    num_gpus = per_rank.cluster.num_gpus
+    lookup = look_up(table, num_gpus, request.context_len, cached_prefix=request.cached_prefix)
+    if lookup.source == "exact" or num_gpus == 1:
+        return lookup
+    tokens = request.new_tokens
+    evaluator = Evaluator(per_rank, strategy)
+
+    def ttft_s(boundaries: Boundaries, enough_s: float = math.inf) -> Array:
+        return evaluator.ttft_s(chunks_between(boundaries, tokens).astype(float), enough_s)
+
+    values = interpolated(table, num_gpus, request.context_len, request.cached_prefix)
+    shares = np.array(values.shares) * tokens
+    at_steps = np.array(values.at_steps(table.steps), dtype=float)
+    weights = np.linspace(0.0, 1.0, _BLENDS)[:, None]
+    blends = np.cumsum(shares + weights * (at_steps - shares), axis=1)[:, :-1]
+    starts = unique_rows(to_grid(blends, 1, tokens))
+    start = starts[int(ttft_s(starts).argmin())]
+    boundaries, _ = minimise(start, tokens, 1, ttft_s, rounds=_ROUNDS)
+    return lookup.with_partition(chunk_lens(tuple(boundaries), tokens), is_refined=True)
+
+
+def table_scenario(setting: TableSetting, num_gpus: int, context_len: int) -> tuple[Scenario, Strategy]:
+    """The scenario for which a table was built, on these GPUs with this context, per rank; and its strategy.
+
+    Raises InputError if the table's model, profile, cluster, engine or strategy is not one of a name here, or has other
+    figures than those of the table.
+    """
+    strategy = searched_strategy(setting.strategy, "TABLE")
+    args = ScenarioArgs(
+        ctx=context_len,
+        gpus=num_gpus,
+        model=setting.model,
+        batch=setting.batch,
+        cached_prefix=setting.cached_prefix,
+        prefix_placement=setting.prefix_placement,
+        dtype=setting.dtype,
+        cluster=setting.cluster,
+        engine=setting.engine,
+        attention=setting.attention,
+        topology=setting.topology,
+        expert_parallel=setting.expert_parallel != "off",
+        expert_imbalance=_imbalance(setting.expert_parallel),
+    )
+    links = {"link_bandwidth": setting.link_bandwidth_bytes_per_s, "link_latency": setting.link_latency_s}
+    # A profile that is chosen by default may be scaled to the GPU; the same profile is not scaled if it is named.
+    profiles: tuple[dict[str, Any], ...] = ({"profile": None}, {"profile": setting.profile})
+    reason: InputError | None = None
+    for profile, own_links in product(profiles, (links, {})):
+        try:
+            scenario, _ = build_scenario(ScenarioArgs(**vars(args) | profile | own_links))
+        except InputError as error:
+            reason = error
+            continue
+        differences = "; ".join(setting.differences(scenario, strategy.name))
+        if not differences:
+            return per_rank_scenario(scenario, strategy), strategy
+        reason = InputError("TABLE", differences, "a table of the figures that kvrsim has under these names")
+    assert reason is not None
+    raise reason
+
+
+def _imbalance(expert_parallel: str) -> float | None:
+    """The imbalance of the experts in a table's setting; None: that of a power law, or no expert parallelism."""
+    _, separator, value = expert_parallel.partition("imbalance ")
+    if not separator or value == "of a power law":
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        raise InputError("expert_parallel", expert_parallel, "off, or on with an imbalance") from None
