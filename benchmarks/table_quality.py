@@ -27,8 +27,7 @@ from planner.processes import Pool, cores
 from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.table.build import make_table
-from planner.table.lookup import refined_lookup
-from planner.table.table import PartitionTable, interpolated, look_up
+from planner.table.table import PartitionTable, interpolated, look_up, refined_lookup
 from validate.report import write_benchmark
 
 KVR = STRATEGIES["kvr-s"]

@@ -1,31 +1,19 @@
-"""KVR-P's lookup where the table's scenario is at hand: interpolated chunks, refined by simulations.
-
-Interpolation alone is often a few percent slower than a search, and sometimes much more, because the best chunks jump
-from one length to the next (benchmarks/results/table_quality.md). A few rounds of the pattern search end near the best.
-"""
+"""The scenario of a table, from the names in its setting, and lookups that simulations of this scenario refine."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import product
 from typing import Any
-
-import numpy as np
 
 from kvrsim.arguments import ScenarioArgs
 from kvrsim.builder import build_scenario
 from kvrsim.errors import InputError
 from kvrsim.notes import note
-from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, searched_strategy
 from planner.candidates import per_rank_scenario
-from planner.search.minimise import Boundaries, Evaluator, chunk_lens, chunks_between, minimise, to_grid, unique_rows
-from planner.table.table import PartitionTable, TableLookup, TableSetting, interpolated, look_up
-
-_BLENDS = 17  # partitions from the interpolated shares to the chunks that end at steps
-_ROUNDS = 8  # rounds of the pattern search; with 4, one lookup in a hundred is 1 to 2 % slower than a search
+from planner.table.table import PartitionTable, TableLookup, TableSetting, look_up, refined_lookup
 
 
 def best_lookup(table: PartitionTable, num_gpus: int, context_len: int) -> TableLookup:
@@ -42,33 +30,6 @@ def best_lookup(table: PartitionTable, num_gpus: int, context_len: int) -> Table
         why = f"{error.parameter}: {error.value}"
         return replace(lookup, warnings=(*lookup.warnings, note("not refined", why=why)))
     return refined_lookup(table, per_rank, strategy)
-
-
-def refined_lookup(table: PartitionTable, per_rank: Scenario, strategy: Strategy) -> TableLookup:
-    """The lookup for a scenario of the strategy's ranks; between and beyond entries, refined by simulations.
-
-    Raises the same InputErrors as look_up.
-    """
-    request = per_rank.request
-    num_gpus = per_rank.cluster.num_gpus
-    lookup = look_up(table, num_gpus, request.context_len, cached_prefix=request.cached_prefix)
-    if lookup.source == "exact" or num_gpus == 1:
-        return lookup
-    tokens = request.new_tokens
-    evaluator = Evaluator(per_rank, strategy)
-
-    def ttft_s(boundaries: Boundaries, enough_s: float = math.inf) -> Array:
-        return evaluator.ttft_s(chunks_between(boundaries, tokens).astype(float), enough_s)
-
-    values = interpolated(table, num_gpus, request.context_len, request.cached_prefix)
-    shares = np.array(values.shares) * tokens
-    at_steps = np.array(values.at_steps(table.steps), dtype=float)
-    weights = np.linspace(0.0, 1.0, _BLENDS)[:, None]
-    blends = np.cumsum(shares + weights * (at_steps - shares), axis=1)[:, :-1]
-    starts = unique_rows(to_grid(blends, 1, tokens))
-    start = starts[int(ttft_s(starts).argmin())]
-    boundaries, _ = minimise(start, tokens, 1, ttft_s, rounds=_ROUNDS)
-    return lookup.with_partition(chunk_lens(tuple(boundaries), tokens), is_refined=True)
 
 
 def table_scenario(setting: TableSetting, num_gpus: int, context_len: int) -> tuple[Scenario, Strategy]:

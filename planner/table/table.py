@@ -11,7 +11,9 @@ can compute in its time; a common shift of these times makes the chunks sum to t
 like searched chunks.
 
 If the host or the links limit the speed, the levels say little, and these chunks may be far from the shares. Then the
-lookup uses the shares. Where the scenario is at hand, simulations refine the chunks: see planner/table/lookup.py.
+lookup uses the shares. Where the scenario is at hand, a few rounds of the pattern search refine the chunks.
+Interpolation alone is often a few percent slower than a search, and sometimes much more, because the best chunks jump
+from one length to the next (benchmarks/results/table_quality.md).
 """
 
 from __future__ import annotations
@@ -38,7 +40,16 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, Strategy
 from kvrsim.units import format_bandwidth, format_seconds
 from planner.grid import GridFile
-from planner.search.minimise import chunk_lens, rounded
+from planner.search.minimise import (
+    Boundaries,
+    Evaluator,
+    chunk_lens,
+    chunks_between,
+    minimise,
+    rounded,
+    to_grid,
+    unique_rows,
+)
 
 if TYPE_CHECKING:
     import pandas
@@ -320,8 +331,6 @@ class PartitionTable(GridFile):
 
     def partition_for(self, per_rank: Scenario, strategy: Strategy) -> Partition:
         """KVR-P's partition of a scenario, refined by simulations; raises the same InputErrors as look_up."""
-        from planner.table.lookup import refined_lookup
-
         return Partition(chunk_lens=refined_lookup(self, per_rank, strategy).partition)
 
     def notes_for(self, per_rank: Scenario, strategy: Strategy) -> tuple[str, ...]:
@@ -344,6 +353,8 @@ def load_table(path: str | Path, argument: str = "table") -> PartitionTable:
 
 Source = Literal["exact", "interpolated", "extrapolated"]
 _HALVINGS = 64
+_BLENDS = 17  # partitions from the interpolated shares to the chunks that end at steps
+_ROUNDS = 8  # rounds of the pattern search; with 4, one lookup in a hundred is 1 to 2 % slower than a search
 MOST_FROM_SHARE = 0.15  # chunks at steps that differ by more from a chunk of the interpolated share are not used
 
 
@@ -437,6 +448,33 @@ def look_up(table: PartitionTable, num_gpus: int, context_len: int, *, cached_pr
         between=tuple(sorted({low.context_len, high.context_len})),
         warnings=tuple(warnings),
     )
+
+
+def refined_lookup(table: PartitionTable, per_rank: Scenario, strategy: Strategy) -> TableLookup:
+    """The lookup for a scenario of the strategy's ranks; between and beyond entries, refined by simulations.
+
+    Raises the same InputErrors as look_up.
+    """
+    request = per_rank.request
+    num_gpus = per_rank.cluster.num_gpus
+    lookup = look_up(table, num_gpus, request.context_len, cached_prefix=request.cached_prefix)
+    if lookup.source == "exact" or num_gpus == 1:
+        return lookup
+    tokens = request.new_tokens
+    evaluator = Evaluator(per_rank, strategy)
+
+    def ttft_s(boundaries: Boundaries, enough_s: float = math.inf) -> Array:
+        return evaluator.ttft_s(chunks_between(boundaries, tokens).astype(float), enough_s)
+
+    values = interpolated(table, num_gpus, request.context_len, request.cached_prefix)
+    shares = np.array(values.shares) * tokens
+    at_steps = np.array(values.at_steps(table.steps), dtype=float)
+    weights = np.linspace(0.0, 1.0, _BLENDS)[:, None]
+    blends = np.cumsum(shares + weights * (at_steps - shares), axis=1)[:, :-1]
+    starts = unique_rows(to_grid(blends, 1, tokens))
+    start = starts[int(ttft_s(starts).argmin())]
+    boundaries, _ = minimise(start, tokens, 1, ttft_s, rounds=_ROUNDS)
+    return lookup.with_partition(chunk_lens(tuple(boundaries), tokens), is_refined=True)
 
 
 def interpolated(table: PartitionTable, num_gpus: int, context_len: int, cached_prefix: int) -> Interpolated:

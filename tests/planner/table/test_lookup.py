@@ -17,8 +17,8 @@ from planner.candidates import per_rank_scenario
 from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.table.build import make_table
-from planner.table.lookup import best_lookup, refined_lookup, table_scenario
-from planner.table.table import TableSetting, look_up
+from planner.table.lookup import best_lookup, table_scenario
+from planner.table.table import TableSetting, look_up, refined_lookup
 
 KVR_P = STRATEGIES["kvr-p"]
 
