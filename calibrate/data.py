@@ -315,7 +315,7 @@ def _read_table(table: CsvTable) -> list[Measurement]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class CsvFormat:
     """A kind of CSV file with measurements, and its reader."""
 
     name: str  # name in messages
@@ -323,7 +323,7 @@ class Layout:
     read: Callable[[CsvTable], list[Measurement]]  # reader of the table; InputError names file, line and column
 
 
-LAYOUT = Layout(name="kvrsim measurements", signature=("operation", "median_s"), read=_read_table)
+LAYOUT = CsvFormat(name="kvrsim measurements", signature=("operation", "median_s"), read=_read_table)
 
 
 def write_measurements(

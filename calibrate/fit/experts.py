@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from calibrate.fit.fit import (
-    Comparison,
     Constants,
     Fit,
+    FitComparison,
     FitResult,
     Parameter,
     log_ratio,
@@ -73,8 +73,8 @@ def fit_experts(
     return FitResult(
         rates=ExpertRates(half=rates.pop(HALF), types={kind: rates[kind] for kind in GEMM_TYPES if kind in rates}),
         source="; ".join(sorted({rows.source for rows in data})),
-        own=Comparison.join("as shipped", [fit.own for fit in fits]),
-        cross_validated=Comparison.join("models left out", held_out),
+        own=FitComparison.join("as shipped", [fit.own for fit in fits]),
+        cross_validated=FitComparison.join("models left out", held_out),
         systematic_log_sd=_systematic_log_sd(data, [_of_one_gpu(rows, profile) for rows in others]),
         seen={name: span_of([getattr(rows, name) for rows in data]) for name in _SEEN},
     )

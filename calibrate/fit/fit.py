@@ -171,23 +171,23 @@ class Fit(Generic[Rates]):
             noise=self.noise,
         )
 
-    def compare(self, label: str, predicted_s: Array) -> Comparison:
+    def compare(self, label: str, predicted_s: Array) -> FitComparison:
         """Compare all rows with predictions."""
-        return Comparison(label=f"{self.label}{label}", measured_s=self.measured_s, predicted_s=predicted_s)
+        return FitComparison(label=f"{self.label}{label}", measured_s=self.measured_s, predicted_s=predicted_s)
 
     @cached_property
-    def own(self) -> Comparison:
+    def own(self) -> FitComparison:
         """Predictions of all rows by the rates fitted to them."""
         return self.compare("fitted", self.seconds(self.rates, self.every))
 
-    def left_out(self, what: str, labels: Iterable[Hashable]) -> Comparison:
+    def left_out(self, what: str, labels: Iterable[Hashable]) -> FitComparison:
         """Predictions of each row by a fit without the rows of the same label."""
         predicted = cross_validated_s(labels, lambda train, test: self.seconds(self.rates_of(train), test))
         return self.compare(f"{what} left out", predicted)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Errors:
+class FitErrors:
     """A line of a fit's report: relative errors of predicted seconds."""
 
     label: str  # name of the rows and of the predictor
@@ -199,7 +199,7 @@ class Errors:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Comparison:
+class FitComparison:
     """Predicted and measured seconds of some rows."""
 
     label: str
@@ -207,7 +207,7 @@ class Comparison:
     predicted_s: Array
 
     @classmethod
-    def join(cls, label: str, parts: Sequence[Comparison]) -> Comparison:
+    def join(cls, label: str, parts: Sequence[FitComparison]) -> FitComparison:
         """The rows of all parts."""
         return cls(
             label=label,
@@ -215,7 +215,7 @@ class Comparison:
             predicted_s=np.concatenate([one.predicted_s for one in parts]),
         )
 
-    def from_size(self, sizes: Array, least: float, what: str) -> Comparison:
+    def from_size(self, sizes: Array, least: float, what: str) -> FitComparison:
         """The rows of at least this size; all rows if there are none."""
         large = sizes >= least
         if not large.any():
@@ -223,10 +223,10 @@ class Comparison:
         label = f"{self.label}, {what} >= {least}"
         return replace(self, label=label, measured_s=self.measured_s[large], predicted_s=self.predicted_s[large])
 
-    def errors(self) -> Errors:
+    def errors(self) -> FitErrors:
         """Errors of the rows, at least one."""
         error = self.predicted_s / self.measured_s - 1.0
-        return Errors(
+        return FitErrors(
             label=self.label,
             num_rows=len(error),
             mape=to_digits(float(np.mean(np.abs(error)))),
@@ -242,9 +242,9 @@ class FitResult(Generic[Rates]):
 
     rates: Rates
     source: str  # authors of the measurements, in a few words
-    own: Comparison  # predictions of the fitted rows
-    cross_validated: Comparison  # predictions of held-out rows; the profile states their error
-    interpolated: Comparison | None = None  # predictions of shapes that have tables in the profile
+    own: FitComparison  # predictions of the fitted rows
+    cross_validated: FitComparison  # predictions of held-out rows; the profile states their error
+    interpolated: FitComparison | None = None  # predictions of shapes that have tables in the profile
     seen: Mapping[str, Span]  # smallest and largest value of each size
     gather: Gather | None = None  # algorithm of the all-gathers
     systematic_log_sd: float | None = None  # see OperationFit
@@ -265,7 +265,7 @@ class FitResult(Generic[Rates]):
             gather=self.gather,
         )
 
-    def lines(self) -> list[Errors]:
+    def lines(self) -> list[FitErrors]:
         """All lines of a report."""
         interpolated = (self.interpolated,) if self.interpolated else ()
         return [one.errors() for one in (self.own, self.cross_validated, *interpolated)]

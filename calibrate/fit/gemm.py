@@ -20,9 +20,9 @@ import numpy as np
 from calibrate.data import Columns, Measurement, Some
 from calibrate.fit.fit import (
     HALF,
-    Comparison,
     Constants,
     Fit,
+    FitComparison,
     FitResult,
     Parameter,
     choose_knots,
@@ -107,7 +107,7 @@ def fit_gemm(rows: Sequence[Measurement], gpu: GpuSpec, *, keep_shapes: Collecti
     return FitResult(
         rates=rates,
         source=sources_of(rows),
-        own=Comparison(label="as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates)),
+        own=FitComparison(label="as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates)),
         cross_validated=held_out.from_size(data.tokens, PROMISED_ROWS, "rows"),
         interpolated=_interpolate(rates, data),
         seen=ranges_of(rows, _SEEN),
@@ -123,8 +123,8 @@ def fit_gemm_type(
     some = data.take(np.arange(0, len(by_time), max(1, len(by_time) // _MOST_TYPE_ROWS)))
     form = _prune(some.fit(gpu, peak_of(gpu, kind), "", _TYPE_STARTS).rates, data)
     rates = with_tables(form, data, keep_shapes, TYPE_KNOTS)
-    own = Comparison(label=f"{kind}, as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates))
-    alone = Comparison(label=f"{kind}, form alone", measured_s=data.seconds, predicted_s=data.form_s(form))
+    own = FitComparison(label=f"{kind}, as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates))
+    alone = FitComparison(label=f"{kind}, form alone", measured_s=data.seconds, predicted_s=data.form_s(form))
     return FitResult(
         rates=rates,
         source=sources_of(by_time),
@@ -144,8 +144,8 @@ def fit_types_section(part: JsonObject, profile: CalibrationProfile) -> FitResul
     return FitResult(
         rates={**profile.kernels.gemm_types, **{kind: one.rates for kind, one in fits.items()}},
         source="; ".join(one.source for one in each),
-        own=Comparison.join("as shipped", [one.own for one in each]),
-        cross_validated=Comparison.join("form alone", [one.cross_validated for one in each]),
+        own=FitComparison.join("as shipped", [one.own for one in each]),
+        cross_validated=FitComparison.join("form alone", [one.cross_validated for one in each]),
         seen=each[0].seen,
     )
 
@@ -298,7 +298,7 @@ def _prune(rates: GemmRates, rows: GemmRows) -> GemmRates:
     )
 
 
-def _interpolate(rates: GemmRates, rows: GemmRows) -> Comparison | None:
+def _interpolate(rates: GemmRates, rows: GemmRows) -> FitComparison | None:
     """Cross-validate tables: each row is predicted by tables without the tenth of the row counts with this row."""
     shapes = {(shape.in_features, shape.out_features) for shape in rates.measured}
     large = rows.tokens >= PROMISED_ROWS
@@ -310,7 +310,7 @@ def _interpolate(rates: GemmRates, rows: GemmRows) -> Comparison | None:
     def predict(train: Some, test: Some) -> Array:
         return data.take(test).predicted_s(with_tables(replace(rates, measured=()), data.take(train), shapes))
 
-    return Comparison(
+    return FitComparison(
         label=f"shapes with tables, row counts left out, rows >= {PROMISED_ROWS}",
         measured_s=data.seconds,
         predicted_s=cross_validated_s(zip(data.tokens.tolist(), data.shapes, strict=True), predict),

@@ -10,8 +10,8 @@ import numpy as np
 
 from calibrate.data import RING, Measurement, Some
 from calibrate.fit.fit import (
-    Comparison,
     Fit,
+    FitComparison,
     FitResult,
     Parameter,
     Rates,
@@ -127,9 +127,9 @@ def fit_all_reduce(rows: Sequence[Measurement]) -> FitResult[AllReduceRates]:
         return np.array([float(rates.seconds(nbytes[index], int(ranks[index]))) for index in test])
 
     every = np.arange(len(calls))
-    own = Comparison(label="fitted", measured_s=seconds, predicted_s=predict(every, every))
+    own = FitComparison(label="fitted", measured_s=seconds, predicted_s=predict(every, every))
     left_out_s = cross_validated_s(nbytes.tolist(), predict)
-    held_out = Comparison(label="sizes left out", measured_s=seconds, predicted_s=left_out_s)
+    held_out = FitComparison(label="sizes left out", measured_s=seconds, predicted_s=left_out_s)
     return _fit_of(calls, rates_of(every), own, held_out, why=why, gathers=has_ring)
 
 
@@ -148,8 +148,8 @@ def _table(num_gpus: int, sizes: Array, seconds: Array) -> MeasuredAllReduce:
 def _fit_of(
     rows: Sequence[Measurement],
     rates: Rates,
-    own: Comparison,
-    held_out: Comparison,
+    own: FitComparison,
+    held_out: FitComparison,
     *,
     why: str = "",
     gathers: bool = False,

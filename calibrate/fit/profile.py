@@ -15,8 +15,8 @@ from calibrate.data import ELEMENTWISE, Measurement, Provenance
 from calibrate.fit import attention, elementwise, gemm
 from calibrate.fit.fit import (
     HALF,
-    Comparison,
-    Errors,
+    FitComparison,
+    FitErrors,
     FitResult,
     column,
     dtypes_of,
@@ -130,9 +130,9 @@ class FitReport:
     """The profile, and the errors of each operation that was measured."""
 
     profile: CalibrationProfile
-    lines: Mapping[str, Sequence[Errors]]  # errors by operation
+    lines: Mapping[str, Sequence[FitErrors]]  # errors by operation
     notes: tuple[str, ...]  # notes on omitted rows, and on values from other sources
-    layers: Comparison | None = None  # whole layers, predicted as the sum of their parts; None: none were measured
+    layers: FitComparison | None = None  # whole layers, predicted as the sum of their parts; None: none were measured
 
     @property
     def layers_note(self) -> tuple[str, ...]:
@@ -292,7 +292,7 @@ class _OperationFits:
     choices: FitChoices
     argument: str
     origin: Provenance
-    lines: dict[str, list[Errors]] = field(default_factory=dict)  # errors of all fits by kind of operation
+    lines: dict[str, list[FitErrors]] = field(default_factory=dict)  # errors of all fits by kind of operation
     operations: dict[str, OperationFit] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)  # notes on operations without measurements
     used: list[Measurement] = field(default_factory=list)
@@ -595,7 +595,7 @@ def layer_costs(profile: CalibrationProfile, model: ModelSpec, kernel: str, dtyp
     return LayerCosts(LayerSetting(model=model, cost=cost, host=profile.host), model.layer_kinds[0])
 
 
-def compare_layers(profile: CalibrationProfile, model: ModelSpec, rows: Sequence[Measurement]) -> Comparison | None:
+def compare_layers(profile: CalibrationProfile, model: ModelSpec, rows: Sequence[Measurement]) -> FitComparison | None:
     """Compare `layer` rows of one sequence in a dtype and kernel of the profile; None if there are no such rows.
 
     A row with an unknown kernel belongs to the profile's attention kernel, if the profile has only one.
@@ -604,7 +604,9 @@ def compare_layers(profile: CalibrationProfile, model: ModelSpec, rows: Sequence
     if not pairs:
         return None
     predicted = np.array([_layer_s(profile, model, row, kernel) for row, kernel in pairs])
-    return Comparison(label=LAYERS, measured_s=column([row for row, _ in pairs], "expected_s"), predicted_s=predicted)
+    return FitComparison(
+        label=LAYERS, measured_s=column([row for row, _ in pairs], "expected_s"), predicted_s=predicted
+    )
 
 
 def _kernel(profile: CalibrationProfile, row: Measurement) -> str | None:

@@ -6,8 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
 from calibrate.fit.fit import (
-    Comparison,
     Fit,
+    FitComparison,
     FitResult,
     Parameter,
     log_ratio,
@@ -65,11 +65,12 @@ def fit_recurrence(
     systematic = root_mean_square([median for medians in ratios for median in medians])
     return FitResult(
         rates=RecurrenceRates(
-            kinds=rates, alike_log_sd=Comparison.join("", swapped).errors().log_sd if swapped else _UNKNOWN_ALIKE_LOG_SD
+            kinds=rates,
+            alike_log_sd=FitComparison.join("", swapped).errors().log_sd if swapped else _UNKNOWN_ALIKE_LOG_SD,
         ),
         source="; ".join(of_kind.source for of_kind in rows.values()),
-        own=Comparison.join("scans, fitted", [fit.own for fit in fits.values()]),
-        cross_validated=Comparison.join("scans, head counts left out", held_out),
+        own=FitComparison.join("scans, fitted", [fit.own for fit in fits.values()]),
+        cross_validated=FitComparison.join("scans, head counts left out", held_out),
         systematic_log_sd=None if systematic is None else to_digits(systematic),
         seen={name: span_of([getattr(of_kind, name) for of_kind in scans.values()]) for name in _SEEN},
     )
@@ -92,10 +93,10 @@ def _scans(rows: RecurrenceRows, *, convolutions: bool = False) -> RecurrenceRow
     return rows.take((rows.tokens >= SCAN_CHUNK[rows.kind]) & (rows.batch == 1) & (rows.is_scan != convolutions))
 
 
-def _long(rows: RecurrenceRows, rates: ScanRates) -> Comparison:
+def _long(rows: RecurrenceRows, rates: ScanRates) -> FitComparison:
     """Compare scans of at least _LONG_TOKENS tokens with rates."""
     long = rows.take(rows.tokens >= _LONG_TOKENS)
-    return Comparison(label="", measured_s=long.seconds, predicted_s=rates.seconds(*long.arguments))
+    return FitComparison(label="", measured_s=long.seconds, predicted_s=rates.seconds(*long.arguments))
 
 
 def _by_shape(rows: RecurrenceRows) -> dict[Hashable, float]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from calibrate.data import Some
-from calibrate.fit.fit import Comparison, Constants, Fit, FitResult, Parameter, peak_flops, span_of, to_digits
+from calibrate.fit.fit import Constants, Fit, FitComparison, FitResult, Parameter, peak_flops, span_of, to_digits
 from calibrate.importers.aiconfigurator import SparseRows, read_module
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec, load_gpu
@@ -50,21 +50,23 @@ _CONFIGS = Path(__file__).with_name("models")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Kind:
+class _SparseKind:
     """Tables and models in which one field of SparseRates was measured."""
 
     tables: tuple[str, ...]
     models: Mapping[str, str]  # model (built-in name or config.json) by a part of its name in a table
 
 
-_KINDS: Mapping[str, _Kind] = MappingProxyType(
+_KINDS: Mapping[str, _SparseKind] = MappingProxyType(
     {
-        "keys": _Kind(tables=("dsa_context_module",), models={"GLM-5": "glm-5", "DeepSeek-V3.2": "deepseek-v3.2"}),
-        "entries": _Kind(
+        "keys": _SparseKind(
+            tables=("dsa_context_module",), models={"GLM-5": "glm-5", "DeepSeek-V3.2": "deepseek-v3.2"}
+        ),
+        "entries": _SparseKind(
             tables=("dsv4_csa_context_module", "dsv4_hca_context_module"),
             models={f"V4-{size}": str(_CONFIGS / f"deepseek-v4-{size.lower()}.json") for size in ("Flash", "Pro")},
         ),
-        "blocks": _Kind(tables=("msa_context_module",), models={"MiniMax-M3": str(_CONFIGS / "minimax-m3.json")}),
+        "blocks": _SparseKind(tables=("msa_context_module",), models={"MiniMax-M3": str(_CONFIGS / "minimax-m3.json")}),
     }
 )
 
@@ -76,8 +78,8 @@ def fit_sparse_section(part: JsonObject, profile: CalibrationProfile) -> FitResu
     return FitResult(
         rates=SparseRates(**{kind: one.rates for kind, one in fits.items()}),
         source="; ".join(sorted({one.source for one in fits.values()})),
-        own=Comparison.join("all, fitted", [one.own for one in fits.values()]),
-        cross_validated=Comparison.join("all, contexts left out", [one.cross_validated for one in fits.values()]),
+        own=FitComparison.join("all, fitted", [one.own for one in fits.values()]),
+        cross_validated=FitComparison.join("all, contexts left out", [one.cross_validated for one in fits.values()]),
         seen={name: span_of([np.array([one.seen[name] for one in fits.values()])]) for name in ("chunk", "context")},
     )
 

@@ -16,11 +16,11 @@ To read one more kind of CSV, add its Layout to LAYOUTS.
 
 from __future__ import annotations
 
-from calibrate.data import LAYOUT, OPERATIONS, CsvTable, Layout, Measurement
+from calibrate.data import LAYOUT, OPERATIONS, CsvFormat, CsvTable, Measurement
 from calibrate.importers import aiconfigurator, vidur
 from kvrsim.errors import InputError
 
-LAYOUTS: tuple[Layout, ...] = (LAYOUT, *vidur.LAYOUTS)
+LAYOUTS: tuple[CsvFormat, ...] = (LAYOUT, *vidur.LAYOUTS)
 
 # Field of Measurement by the key of a filter.
 _FILTERS = {"gpu": "device", "kernel": "kernel", "model": "source"}
@@ -44,7 +44,7 @@ def read_source(text: str, argument: str = "measurements") -> list[Measurement]:
     return _filter(rows, filters, text, argument)
 
 
-def layout_of(table: CsvTable) -> Layout:
+def layout_of(table: CsvTable) -> CsvFormat:
     """The kind of a CSV, from its header; InputError lists the kinds, and the missing columns of the nearest kind."""
     columns = set(table.columns)
     for layout in LAYOUTS:

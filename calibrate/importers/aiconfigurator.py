@@ -94,7 +94,7 @@ def read_aiconfigurator(text: str, argument: str = "measurements") -> list[Measu
     `text` is the SOURCE with its prefix. Raises InputError where the package, the system, the framework or the version
     is missing.
     """
-    source = Source.parse(text, argument)
+    source = PackageSource.parse(text, argument)
     framework = source.framework
     measured: list[Measurement] = []
     for table, file, reader in (
@@ -133,14 +133,14 @@ def _rows(
     ]
 
 
-def _read_gemm(table: Table) -> list[Measurement]:
+def _read_gemm(table: PackageTable) -> list[Measurement]:
     frame = table.read(["m", "n", "k"], ["device", "kernel_source", "gemm_dtype"])
     frame = frame[frame["gemm_dtype"].isin(_DTYPES)]
     frame = frame.assign(gemm_dtype=frame["gemm_dtype"].map(_DTYPES))
     return _rows(frame, _GEMM_COLUMNS, table.where, operation="gemm", source=table.source)
 
 
-def _read_attention(table: Table) -> list[Measurement]:
+def _read_attention(table: PackageTable) -> list[Measurement]:
     texts = ["device", "kernel_source", "attn_dtype", "kv_cache_dtype"]
     frame = table.read([*_ATTENTION_COLUMNS.values(), "beam_width"], texts)
     plain = (frame["attn_dtype"] == "bfloat16") & (frame["kv_cache_dtype"] == "bfloat16") & (frame["beam_width"] == 1)
@@ -162,7 +162,7 @@ def _preference(kernel: str) -> tuple[int, str]:
     return (len(_KERNEL_ORDER) if place == 0 else place), name
 
 
-def _read_nccl(table: Table) -> list[Measurement]:
+def _read_nccl(table: PackageTable) -> list[Measurement]:
     frame = table.read(_COMM_COLUMNS.values(), ["kernel_source", "op_name", "nccl_dtype"])
     if "device" not in frame:  # the oldest tables do not name the device
         frame = frame.assign(device=table.path.parts[0])
@@ -171,14 +171,14 @@ def _read_nccl(table: Table) -> list[Measurement]:
     return [row for name in names for row in _collectives(frame[frame["op_name"] == name], name, table)]
 
 
-def _read_custom(table: Table) -> list[Measurement]:
+def _read_custom(table: PackageTable) -> list[Measurement]:
     frame = table.read(_COMM_COLUMNS.values(), ["device", "kernel_source", "op_name"])
     in_graph = frame["kernel_source"].str.endswith("_graph")
     frame = frame[(frame["op_name"] == "all_reduce") & (in_graph if in_graph.any() else ~in_graph)]
     return _collectives(frame, "all_reduce", table)
 
 
-def _collectives(frame: Any, operation: str, table: Table) -> list[Measurement]:
+def _collectives(frame: Any, operation: str, table: PackageTable) -> list[Measurement]:
     frame = frame[frame["num_gpus"] > 1]
     nbytes, kernels = frame["message_size"] * _HALF_BYTES, frame["kernel_source"].str.lower()
     about: dict[str, Any] = {"operation": operation, "dtype": "fp16", "source": table.source}
@@ -493,7 +493,7 @@ def read_table(
     in addition to latency in ms; `texts`: columns of texts. Raises InputError where the package, the table or a column
     is missing, or a value is not of its kind.
     """
-    source = Source.parse(text, argument)
+    source = PackageSource.parse(text, argument)
     table_file = source.table(f"{table}/{source.framework}", file)
     if table_file is None or source.version not in (None, table_file.version):
         raise InputError(argument, text, f"a system, framework and version with {table}/.../{file}")
@@ -535,7 +535,7 @@ class Package:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class PackageTable:
     """One table of a package."""
 
     package: Package
@@ -580,7 +580,7 @@ class Table:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class PackageSource:
     """The parts of a SOURCE."""
 
     text: str
@@ -591,7 +591,7 @@ class Source:
     version: str | None
 
     @classmethod
-    def parse(cls, text: str, argument: str) -> Source:
+    def parse(cls, text: str, argument: str) -> PackageSource:
         """Parse a SOURCE. Raises InputError for another form, or if its system, framework or version has no table."""
         word, _, rest = text.partition(":")
         place, _, part = rest.rpartition(":")
@@ -611,21 +611,21 @@ class Source:
             tables = [parts for parts in tables if parts[place_of] == name]
         return cls(text=text, argument=argument, package=package, system=system, framework=framework, version=version)
 
-    def table(self, folder: str, file: str) -> Table | None:
+    def table(self, folder: str, file: str) -> PackageTable | None:
         """The table of the source's version, or else of the newest version that has it; None if there is none."""
         tables = self._tables(folder, file)
         return next((one for one in tables if one.version == self.version), next(iter(tables), None))
 
-    def nccl(self) -> Table | None:
+    def nccl(self) -> PackageTable | None:
         """The newest NCCL table with all-gathers, or else the newest: some have only all-reduces of a few GPUs."""
         tables = self._tables("comm/nccl", _NCCL_FILE)
         gathers = (one for one in tables if (one.read([], ["op_name"])["op_name"] == "all_gather").any())
         return next(gathers, next(iter(tables), None))
 
-    def _tables(self, folder: str, file: str) -> list[Table]:
+    def _tables(self, folder: str, file: str) -> list[PackageTable]:
         """The table in all versions, newest first."""
         paths = [path for path in self.package.tables if path.match(f"{self.system}/{folder}/*/{file}")]
-        tables = [Table(package=self.package, path=path, argument=self.argument) for path in paths]
+        tables = [PackageTable(package=self.package, path=path, argument=self.argument) for path in paths]
         return sorted(tables, key=lambda one: version_key(one.version), reverse=True)
 
 

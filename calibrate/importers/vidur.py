@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from calibrate.data import MAX_WHOLE, CsvTable, Layout, Measurement, measurement_at, parse_cells
+from calibrate.data import MAX_WHOLE, CsvFormat, CsvTable, Measurement, measurement_at, parse_cells
 from kvrsim.io.schema import JsonObject
 
 _ELEMENT_BYTES = 2  # bytes of an fp16 element
@@ -142,7 +142,7 @@ def _times(row: JsonObject, name: str) -> dict[str, float | None]:
 
 
 LAYOUTS = tuple(
-    Layout(name=f"vidur {name}", signature=(f"time_stats.{column}.median",), read=read)
+    CsvFormat(name=f"vidur {name}", signature=(f"time_stats.{column}.median",), read=read)
     for name, column, read in (
         ("mlp.csv", "mlp_up_proj", _read_mlp),
         ("attention.csv", "attn_prefill", _read_attention),

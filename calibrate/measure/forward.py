@@ -21,7 +21,7 @@ from kvrsim.model.spec import ModelSpec
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.host import free_memory
 from kvrsim.runtime.kv_cache import CacheListener, Chunk, PrefixCache, UpdateEvent
-from kvrsim.runtime.marks import Clock, Mark, clock_of, hooked, mark_empty, without_marks
+from kvrsim.runtime.marks import Mark, MarkRecorder, clock_of, hooked, mark_empty, without_marks
 from kvrsim.runtime.model import load_model
 
 
@@ -78,7 +78,7 @@ class ComputeSetup:
 class _Marks(CacheListener):
     """Listener that marks updates of the cache on a clock."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: MarkRecorder) -> None:
         self.clock = clock
 
     def on_update(self, event: UpdateEvent, layer: int) -> None:
@@ -90,7 +90,7 @@ class ForwardTimer:
     """Timer of forward passes of LAYERS layers with random weights behind random prefixes."""
 
     setup: ComputeSetup
-    clock: Clock
+    clock: MarkRecorder
     models: dict[str, Any] = field(default_factory=dict)  # models by attention kernel; they share their weights
     known_s: dict[Point, float] = field(default_factory=dict)  # device seconds of the last timed forward
 
@@ -212,7 +212,7 @@ class ForwardTimer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class HookedModule:
     """A hooked module of a layer."""
 
     kind: str  # "gemm", "norm" (of the residual stream), "qk_norm" or "mlp"
@@ -229,7 +229,7 @@ class LayerParts:
         self.model, self.geometry = model, geometry
         self.parts = () if bare else tuple(_parts(geometry.layers(model)[0], geometry))
 
-    def hooked(self, clock: Clock) -> AbstractContextManager[None]:
+    def hooked(self, clock: MarkRecorder) -> AbstractContextManager[None]:
         """Hook the model's modules: they mark the clock while the context is open."""
         names = [part.name for part in self.parts]
         return hooked(self.model, self.geometry, clock, parts=names, ends=True)
@@ -299,21 +299,21 @@ class _Spans:
         return self.between(f">{name}", f"<{name}")
 
 
-def _parts(layer: Any, geometry: Geometry) -> Iterator[Part]:
+def _parts(layer: Any, geometry: Geometry) -> Iterator[HookedModule]:
     """Yield matrix products, norms, and the MLP as a whole; experts are not supported."""
     attention, output = geometry.mixer_of(layer)
     inside = {id(module) for module in attention.modules()}
     for name, module in layer.named_modules():
         where = "before" if id(module) in inside and module is not output else "after"
         if isinstance(module, nn.Linear):
-            yield Part(kind="gemm", where=where, name=name, shape=(module.in_features, module.out_features))
+            yield HookedModule(kind="gemm", where=where, name=name, shape=(module.in_features, module.out_features))
         elif name == "mlp":
-            yield Part(kind="mlp", where="after", name=name)
+            yield HookedModule(kind="mlp", where="after", name=name)
         elif type(module).__name__.endswith("Norm") and id(module) in inside:
-            yield Part(kind="qk_norm", where="before", name=name)
+            yield HookedModule(kind="qk_norm", where="before", name=name)
         elif type(module).__name__.endswith("Norm"):
-            yield Part(kind="norm", where="after" if name.startswith("post_") else "before", name=name)
+            yield HookedModule(kind="norm", where="after" if name.startswith("post_") else "before", name=name)
 
 
-def _is_in_mlp(part: Part) -> bool:
+def _is_in_mlp(part: HookedModule) -> bool:
     return part.name.startswith("mlp.")

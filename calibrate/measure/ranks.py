@@ -20,7 +20,7 @@ import torch.distributed as dist
 from calibrate.data import RING
 from calibrate.measure.forward import ComputeSetup, ForwardTimer, Point
 from kvrsim.errors import InputError
-from kvrsim.runtime.plan import Launch, RankSlot
+from kvrsim.runtime.plan import RankSettings, RankSlot
 from kvrsim.runtime.ranks import RankPool
 from kvrsim.runtime.transport import LinkGroups, Transport, open_transport
 from kvrsim.scenario import dtype_bytes
@@ -258,7 +258,7 @@ class PendingRank:
     """One rank of PendingRanks."""
 
     def __init__(self, *, slot: RankSlot, setup: ComputeSetup) -> None:
-        how = Launch(num_ranks=2, device=setup.device, timeout_s=START_S + _TIMEOUT_S, threads=setup.threads)
+        how = RankSettings(num_ranks=2, device=setup.device, timeout_s=START_S + _TIMEOUT_S, threads=setup.threads)
         self.rank, self.transport = slot.rank, open_transport(how, slot, slot.rank)
         nbytes = setup.model.layer_cache_bytes(setup.max_context, dtype_bytes(setup.dtype))
         self.message = torch.zeros(min(nbytes, _MOST_BYTES), dtype=torch.uint8, device=self.transport.device)

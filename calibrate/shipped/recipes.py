@@ -42,7 +42,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
+class RecipeTable:
     """A source, and the operations that a recipe takes from it."""
 
     source: str
@@ -69,8 +69,8 @@ class Recipe:
     attention_kernel: str
     description: str
     not_covered: str
-    sources: tuple[Table, ...]
-    compare: tuple[Table, ...] = ()  # other tables of the GPU, which are not fitted
+    sources: tuple[RecipeTable, ...]
+    compare: tuple[RecipeTable, ...] = ()  # other tables of the GPU, which are not fitted
     hidden_size: tuple[int, int] | None = None
     elementwise: ElementwiseAssumption | None = None
     message_sms: Annotated[int, Range(least=0)] = 0

@@ -48,7 +48,7 @@ class Command(click.Command):
                 formatter.write(f"{' ' * formatter.current_indent}{self.example}\n")
 
 
-class Group(click.Group):
+class CommandGroup(click.Group):
     """Commands with a common first word, such as `kvrsim models`. `kvrsim models` alone means `kvrsim models list`."""
 
     command_class = Command

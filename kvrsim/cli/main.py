@@ -16,7 +16,7 @@ from importlib import import_module
 import click
 from click.exceptions import Exit
 
-from kvrsim.cli.help import SETTINGS, Command, Group, write_options
+from kvrsim.cli.help import SETTINGS, Command, CommandGroup, write_options
 from kvrsim.cli.progress import write_error
 from kvrsim.errors import EXIT_NOT_WRITTEN, KvrsimError
 from kvrsim.text import printable
@@ -58,7 +58,7 @@ GROUPS = {
 COMMANDS = {name: about for commands in GROUPS.values() for name, about in commands.items()}
 
 
-class Program(Group):
+class CommandLine(CommandGroup):
     """The program; each command is imported on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -91,7 +91,7 @@ def make_command(name: str) -> click.Command:
     summary, where = COMMANDS[name]
     module, _, attribute = where.partition(":")
     function = getattr(import_module(f"{_ROOM}.{module}"), attribute)
-    command: click.Command = function if isinstance(function, Group) else click.command(cls=Command)(function)
+    command: click.Command = function if isinstance(function, CommandGroup) else click.command(cls=Command)(function)
     command.name = name
     command.help = command.help or summary
     return command
@@ -99,7 +99,7 @@ def make_command(name: str) -> click.Command:
 
 @click.group(
     "kvrsim",
-    cls=Program,
+    cls=CommandLine,
     help="Simulate and plan the prefill of large language models over several GPUs.",
     epilog="Begin with: kvrsim plan llama-3.1-70b 2x8xh100 --ctx 32k. Options of a command: kvrsim help COMMAND.",
     context_settings=SETTINGS,

@@ -150,7 +150,7 @@ def _wide(segment: Segment) -> Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _PreparedLayer:
     """A layer, prepared for many repetitions."""
 
     actions: list[Action]
@@ -268,7 +268,7 @@ class _Evaluation:
             self._repeat([layers[kind] for kind in period], times)
         self._repeat([epilogue], 1)
 
-    def layer(self, steps: Block) -> _Layer:
+    def layer(self, steps: Block) -> _PreparedLayer:
         """Prepare a layer: actions in an order in which none has to wait.
 
         Computations before and after all messages of their ranks are moved to the start and to the end. Computations
@@ -302,7 +302,7 @@ class _Evaluation:
         )
         ways = {way for rank, one in exchanges if (way := _way(rank, one)) is not None}
         self.free_s |= {way: np.full(self.clock.shape[1:], -np.inf) for way in ways - set(self.free_s)}
-        return _Layer(actions, np.array([sum(map(host_s_of, own)) for own in steps]), in_order, ways)
+        return _PreparedLayer(actions, np.array([sum(map(host_s_of, own)) for own in steps]), in_order, ways)
 
     def _action(self, ranks: Sequence[int], ops: Sequence[Step]) -> Action:
         """The next operations of these ranks, which run together."""
@@ -324,7 +324,7 @@ class _Evaluation:
             case AllToAll():
                 return self._all_to_all(ranks, cast(list[AllToAll], ops))
 
-    def _repeat(self, layers: Sequence[_Layer], times: int) -> None:
+    def _repeat(self, layers: Sequence[_PreparedLayer], times: int) -> None:
         """Run the layers of a period `times` times; once all times advance steadily, add the rest in one step.
 
         A large batch does not wait for its last partitions: they become `unsteady`.
@@ -360,7 +360,7 @@ class _Evaluation:
                 self.hosts_s += left * issued_s
                 return
 
-    def _run(self, layers: Sequence[_Layer], issued_s: Array) -> None:
+    def _run(self, layers: Sequence[_PreparedLayer], issued_s: Array) -> None:
         hosts_s = self.hosts_s + issued_s
         # Hosts that issue the whole period before any device begins it delay nothing in it.
         self.leads = self.draw is None and (not hosts_s.any() or bool((hosts_s <= self.clock.min(axis=1)).all()))

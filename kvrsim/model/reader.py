@@ -286,7 +286,7 @@ def _numbers(kind: type[Mixer], *sources: Any) -> Any:
 
 
 @dataclass(kw_only=True)
-class _Layer:
+class _LayerModules:
     """A layer of the class, and the mixer that the reader is describing."""
 
     place: str  # name of the layer in the model
@@ -459,9 +459,9 @@ class _Reader:
         specs[-1] = replace(specs[-1], other_parameters=self._count(module) - matrices)
         return specs
 
-    def _products(self, place: str, module: nn.Module) -> _Layer:
+    def _products(self, place: str, module: nn.Module) -> _LayerModules:
         """The layer with the weights of its products; weights with three dimensions are blocks on a diagonal."""
-        layer = _Layer(place=place, named=dict(module.named_modules()), gemms={}, weights={}, inputs=[])
+        layer = _LayerModules(place=place, named=dict(module.named_modules()), gemms={}, weights={}, inputs=[])
         for inside, one in layer.named.items():
             for key, weight in _own(one).items():
                 if not weight.numel() or (_storage(weight), place) not in self.trace.uses:
@@ -480,7 +480,7 @@ class _Reader:
                 )
         return layer
 
-    def _when(self, layer: _Layer, name: str) -> int:
+    def _when(self, layer: _LayerModules, name: str) -> int:
         return self.trace.order[self.trace.weights[_storage(layer.weights[name])]]
 
     def _hyper(self, place: str, parts: Mapping[str, nn.Module]) -> int:
@@ -500,7 +500,7 @@ class _Reader:
 
     # MLPs and experts
 
-    def _mlp(self, layer: _Layer, parts: Mapping[str, nn.Module]) -> LayerSpec:
+    def _mlp(self, layer: _LayerModules, parts: Mapping[str, nn.Module]) -> LayerSpec:
         linears: list[str] = []
         cube = ""
         for name, module in parts.items():
@@ -568,7 +568,7 @@ class _Reader:
             gemms += [Gemm(name=f"{cube}.0.{one}", **sizes) for one in keys]
         return tuple(gemms)
 
-    def _split(self, layer: _Layer, linears: list[str]) -> tuple[Gemm, ...]:
+    def _split(self, layer: _LayerModules, linears: list[str]) -> tuple[Gemm, ...]:
         """Matrices of MLPs: the last product of each module is split by rows, earlier products by columns."""
         linears = sorted(linears, key=lambda name: not _SERVES_ALL.search(name))
         last: dict[str, str] = {}
@@ -583,7 +583,7 @@ class _Reader:
 
     # Mixers
 
-    def _mixer(self, layer: _Layer, name: str) -> Mixer:
+    def _mixer(self, layer: _LayerModules, name: str) -> Mixer:
         paths = _within(layer.gemms, name)
         last = max(paths, key=lambda path: self._when(layer, path))
         inputs = [path for path in paths if path != last]
@@ -606,7 +606,7 @@ class _Reader:
         layers = getattr(self.trace.cache, "layers", [])
         return None if number is None or not 0 <= number < len(layers) else layers[number]
 
-    def _states(self, layer: _Layer, decays: bool) -> list[torch.Tensor]:
+    def _states(self, layer: _LayerModules, decays: bool) -> list[torch.Tensor]:
         """States of a mixer: in the class's cache, in the mixer itself, or returned with its output."""
         module = layer.module
         cache = getattr(self._cache_of(module), "recurrent_states", None)
@@ -624,7 +624,7 @@ class _Reader:
         returned = [one for one in output[1] or () if isinstance(one, torch.Tensor)]
         return [one[..., 0] if one.shape[-1] == count and one.dim() == 3 else one for one in returned]
 
-    def _attention(self, layer: _Layer, indexer: Indexer | None) -> Attention:
+    def _attention(self, layer: _LayerModules, indexer: Indexer | None) -> Attention:
         config, module, cached = self.config, layer.module, self._cache_of(layer.module)
         heads = _number("num_attention_heads", module, config)
         output = layer.gemm(layer.last, "rows")
@@ -673,7 +673,7 @@ class _Reader:
             shared=not keys and not fused,
         )
 
-    def _equal_products(self, layer: _Layer, width: int) -> None:
+    def _equal_products(self, layer: _LayerModules, width: int) -> None:
         """Raise RefusedError if attention of all heads to all keys has other FLOPs in the class."""
         _equal(f"FLOPs of {layer.name}", 2 * TOKENS * TOKENS * width, self.trace.within(layer.mixer_place))
 
@@ -687,7 +687,7 @@ class _Reader:
         number = next(number for number, one in enumerate(self.trace.cache.layers) if one is cached)
         return (None, window) if types and types[number] == "chunked_attention" else (window, None)
 
-    def _latent(self, layer: _Layer, indexer: Indexer | None) -> LatentAttention:
+    def _latent(self, layer: _LayerModules, indexer: Indexer | None) -> LatentAttention:
         expand, last = f"{layer.name}.kv_b_proj", f"{layer.name}.o_proj"
         layer.inputs = [path for path in (*layer.inputs, layer.last) if path not in (expand, last)]
         leaves = [path.rpartition(".")[2] for path in layer.inputs]
@@ -705,7 +705,7 @@ class _Reader:
             **sizes,
         )
 
-    def _indexer(self, layer: _Layer) -> Indexer | None:
+    def _indexer(self, layer: _LayerModules) -> Indexer | None:
         """The indexer, which chooses keys; its projections are removed from those of the mixer."""
         if getattr(layer.module, "skip_topk", False):
             self.notes.append(SHARED_INDEXERS)
@@ -733,7 +733,7 @@ class _Reader:
         )
         return self._choice
 
-    def _compressed_attention(self, layer: _Layer, indexer: Indexer | None) -> CompressedAttention:
+    def _compressed_attention(self, layer: _LayerModules, indexer: Indexer | None) -> CompressedAttention:
         grouped, last = f"{layer.name}.o_a_proj", f"{layer.name}.o_b_proj"
         layer.inputs = [path for path in (*layer.inputs, layer.last) if path not in (grouped, last)]
         first, groups = layer.gemm(grouped, "columns"), layer.module.o_a_proj.n_groups
@@ -744,7 +744,7 @@ class _Reader:
             **_numbers(CompressedAttention, layer.module, getattr(layer.module, "compressor", None), self.config),
         )
 
-    def _recurrence(self, layer: _Layer, states: list[torch.Tensor]) -> Recurrence:
+    def _recurrence(self, layer: _LayerModules, states: list[torch.Tensor]) -> Recurrence:
         """Describe delta rules and Mamba-2 by their sizes, other recurrences by the size of the class's state."""
         module, name = layer.module, layer.name
         output = layer.gemm(layer.last, "rows")

@@ -49,7 +49,7 @@ class Mark:
     nbytes: float = 0.0  # bytes of "send"
 
 
-class Clock:
+class MarkRecorder:
     """Recorder of the marks of one forward pass at a time, by the monotonic clock, for a CPU."""
 
     host_is_device = True  # on a CPU, the host is the device: device_s and host_s are equal
@@ -90,7 +90,7 @@ class Clock:
         return host_s
 
 
-class CudaClock(Clock):
+class CudaClock(MarkRecorder):
     """Clock with CUDA events on the current stream; `cuda` is torch.cuda or a replacement.
 
     all_streams: False waits only for the current stream; a wait for the whole device would never end while a receive on
@@ -122,16 +122,16 @@ class CudaClock(Clock):
         return milliseconds / 1e3
 
 
-def clock_of(device: Any, *, all_streams: bool = False) -> Clock:
+def clock_of(device: Any, *, all_streams: bool = False) -> MarkRecorder:
     """Return the clock of a torch device, or of a type of device ("cpu" or "cuda")."""
     if getattr(device, "type", device) != "cuda":
-        return Clock()
+        return MarkRecorder()
     import torch
 
     return CudaClock(torch.cuda, all_streams)
 
 
-def mark_empty(clock: Clock) -> None:
+def mark_empty(clock: MarkRecorder) -> None:
     """Set marks without work between them; they show how long a mark takes on the device."""
     for _ in range(_EMPTY_MARKS + 1):
         clock.mark("empty")
@@ -154,7 +154,13 @@ def without_marks(marks: Sequence[Mark]) -> list[Mark]:
 
 @contextmanager
 def hooked(
-    model: Any, geometry: Geometry, clock: Clock, *, parts: Sequence[str] = (), ends: bool = False, first_layer: int = 0
+    model: Any,
+    geometry: Geometry,
+    clock: MarkRecorder,
+    *,
+    parts: Sequence[str] = (),
+    ends: bool = False,
+    first_layer: int = 0,
 ) -> Iterator[None]:
     """Make the model's layers mark "layer", "output" and "layer_end" while the context lasts.
 

@@ -50,7 +50,7 @@ class RankSlot:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
+class RankSettings:
     """Settings for starting ranks."""
 
     num_ranks: int

@@ -30,7 +30,7 @@ from typing import Any
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.runtime import host
 from kvrsim.runtime.faults import Fault, FaultKind, LinkError, RankError, faults_of, is_out_of_memory
-from kvrsim.runtime.plan import Launch, OnProgress, RankSlot
+from kvrsim.runtime.plan import OnProgress, RankSettings, RankSlot
 
 Command = tuple[str, dict[str, Any]]  # name of a method of the worker, and its arguments
 RankFunction = Callable[..., Any]  # function(transport, *arguments) -> data classes or JSON values
@@ -45,7 +45,9 @@ _LATE_S = 10.0  # seconds after the time limit of a command at which its process
 _MAX_OUTPUT = 200  # characters of a rank's last output line in an error message
 
 
-def launch(function: RankFunction, *arguments: Any, how: Launch, on_progress: OnProgress | None = None) -> list[Any]:
+def launch(
+    function: RankFunction, *arguments: Any, how: RankSettings, on_progress: OnProgress | None = None
+) -> list[Any]:
     """Call `function(transport, *arguments)` on every rank; return the results by rank.
 
     The function is pickled by its name, the arguments by value. If torchrun has started this process, it is one of the
@@ -63,7 +65,7 @@ def launch(function: RankFunction, *arguments: Any, how: Launch, on_progress: On
 class LaunchedRank:
     """A rank of this host that calls functions."""
 
-    def __init__(self, *, slot: RankSlot, how: Launch) -> None:
+    def __init__(self, *, slot: RankSlot, how: RankSettings) -> None:
         from kvrsim.runtime.transport import open_transport
 
         self.transport = open_transport(how, slot, slot.rank)
@@ -75,7 +77,7 @@ class LaunchedRank:
 
 
 def _run_as_one_rank(
-    function: RankFunction, arguments: tuple[Any, ...], how: Launch, on_progress: OnProgress | None
+    function: RankFunction, arguments: tuple[Any, ...], how: RankSettings, on_progress: OnProgress | None
 ) -> list[Any]:
     """Run this process as the rank that torchrun has started; return the results of all ranks."""
     from kvrsim.runtime.transport import open_transport
@@ -107,7 +109,7 @@ def _torchrun_variable(name: str) -> int:
     return int(text)
 
 
-def _pin(how: Launch, local: int, num_local: int) -> None:
+def _pin(how: RankSettings, local: int, num_local: int) -> None:
     """Keep this thread on the cores of its rank: otherwise ranks may share a core while other processes run.
 
     The threads that carry messages have already started and may run on any core. With too few cores for all ranks of

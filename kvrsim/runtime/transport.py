@@ -22,7 +22,7 @@ import torch.distributed as dist
 from kvrsim.choices import RankBackend
 from kvrsim.errors import InputError
 from kvrsim.runtime.faults import LinkError, meaning
-from kvrsim.runtime.plan import Launch, RankSlot
+from kvrsim.runtime.plan import RankSettings, RankSlot
 
 Edge = tuple[int, int]  # source and destination rank
 
@@ -244,7 +244,7 @@ class DistributedTransport(Transport):
     Values other than K and V are sent by gloo. A single rank needs no network.
     """
 
-    def __init__(self, how: Launch, slot: RankSlot, local: int) -> None:
+    def __init__(self, how: RankSettings, slot: RankSlot, local: int) -> None:
         """`local` is the rank's number on its host.
 
         Raises LinkError if the other ranks are not reached, InputError for an impossible backend.
@@ -401,7 +401,7 @@ class EmulatedTransport(DistributedTransport):
     processes, so all ranks run on one host. All-gathers and all-reduces are rings.
     """
 
-    def __init__(self, how: Launch, slot: RankSlot, local: int) -> None:
+    def __init__(self, how: RankSettings, slot: RankSlot, local: int) -> None:
         """Connect as DistributedTransport. Raises InputError with NCCL, or where ranks run on several hosts."""
         super().__init__(how, slot, local)
         assert how.link is not None
@@ -427,7 +427,7 @@ class EmulatedTransport(DistributedTransport):
     all_gather, all_reduce = Transport.all_gather, Transport.all_reduce
 
 
-def open_transport(how: Launch, slot: RankSlot, local: int) -> DistributedTransport:
+def open_transport(how: RankSettings, slot: RankSlot, local: int) -> DistributedTransport:
     """Connect the `local`-th rank of this host to the others, and use each link once."""
     transport = (DistributedTransport if how.link is None else EmulatedTransport)(how, slot, local)
     transport.warmup()

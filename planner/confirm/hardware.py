@@ -13,7 +13,7 @@ from kvrsim.errors import InputError
 from kvrsim.kernels.profile import Gather
 from kvrsim.memory import memory_of
 from kvrsim.runtime import host
-from kvrsim.runtime.plan import Launch, ModelChoice, OnProgress, RunPlan, run_strategy
+from kvrsim.runtime.plan import ModelChoice, OnProgress, RankSettings, RunPlan, run_strategy
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.strategies.pipeline import layers_of
@@ -97,10 +97,10 @@ class Hardware:
             return _UNPREDICTED_S
         return max(one.ttft_s for one in candidates)
 
-    def launch(self, scenario: Scenario, num_ranks: int, longest_s: float, count: float) -> Launch:
+    def launch(self, scenario: Scenario, num_ranks: int, longest_s: float, count: float) -> RankSettings:
         """Return the options with which ranks are started for `count` prefills, the longest of `longest_s` seconds."""
         timeout_s = self.timeout_s or max(_MESSAGE_TIMEOUT_S, _TIMEOUT_FACTOR * longest_s)
-        return Launch(
+        return RankSettings(
             num_ranks=num_ranks,
             device=self.device,
             backend=self.backend,

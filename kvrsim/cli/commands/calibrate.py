@@ -25,7 +25,7 @@ from kvrsim.arguments import (
 )
 from kvrsim.choices import ATTENTIONS, DEVICES
 from kvrsim.cli.commands.catalogue import TERM_MEANINGS
-from kvrsim.cli.help import Group
+from kvrsim.cli.help import CommandGroup
 from kvrsim.cli.options import JSON, output, require_torch, takes, writable
 from kvrsim.cli.output import print_json, print_result, warn_notes
 from kvrsim.cli.progress import Progress
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from calibrate.prefills.fit import Errors, PrefillCheck, PrefillFit, TermFit
     from kvrsim.scenario import Scenario
 
-app = Group()
+app = CommandGroup()
 _ROWS = "Write the measurements as CSV."
 _COMPUTE_SHARE = 0.75  # share of `--minutes` that `calibrate all` spends on layers
 _USUAL_LINK = "pcie4-x16"  # link assumed for a device that no built-in cluster has

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.arguments import argument, option
-from kvrsim.cli.help import Group
+from kvrsim.cli.help import CommandGroup
 from kvrsim.cli.options import JSON, OutputArgs, takes
 from kvrsim.cli.output import print_answer, print_json
 from kvrsim.cli.progress import Progress
@@ -52,9 +52,11 @@ class Shelf:
         return [table, *([""] if notes else []), *notes]
 
 
-def _commands(kind: str, shelf: Callable[[], Shelf], names: str, which: str, list_help: str, show_help: str) -> Group:
+def _commands(
+    kind: str, shelf: Callable[[], Shelf], names: str, which: str, list_help: str, show_help: str
+) -> CommandGroup:
     """Make the commands `list` and `show` of a kind; `names` and `which` are the metavar and the help of a name."""
-    program = Group()
+    program = CommandGroup()
 
     def list_all(answer: OutputArgs) -> None:
         answer.check()

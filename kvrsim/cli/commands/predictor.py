@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvrsim.arguments import REQUIRED, BudgetArgs, PredictorArgs, argument, count, option, text, tokens, tokens_or_none
-from kvrsim.cli.help import Group
+from kvrsim.cli.help import CommandGroup
 from kvrsim.cli.options import JSON, BuildArgs, output, pool_of, takes
 from kvrsim.cli.output import print_result, warn, warn_notes
 from kvrsim.cli.progress import Progress
@@ -14,7 +14,7 @@ from kvrsim.units import format_seconds
 from kvrsim.version import __version__
 from kvrsim.views.table import format_interval
 
-app = Group()
+app = CommandGroup()
 _STRATEGY = "Strategy of the GPUs; best: the fastest one that fits and that some engine has."
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.arguments import REQUIRED, BudgetArgs, ScenariosArgs, argument, count, option, text, tokens
-from kvrsim.cli.help import Group
+from kvrsim.cli.help import CommandGroup
 from kvrsim.cli.options import JSON, BuildArgs, OutputArgs, output, pool_of, takes
 from kvrsim.cli.output import print_answer, print_result, warn, warn_notes
 from kvrsim.cli.progress import Progress
@@ -16,7 +16,7 @@ from kvrsim.views.table import Text, columns, format_partition, narrowing
 if TYPE_CHECKING:
     from planner.table.table import PartitionTable, TableLookup
 
-app = Group()
+app = CommandGroup()
 FILE = argument("TABLE", "A file that kvrsim table build has written.")
 _STRATEGY = "A strategy over single GPUs whose chunks are searched."
 

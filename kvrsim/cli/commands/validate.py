@@ -8,7 +8,7 @@ from typing import Any
 
 from click.exceptions import Exit
 
-from kvrsim.cli.help import Group
+from kvrsim.cli.help import CommandGroup
 from kvrsim.cli.options import OutputArgs, takes
 from kvrsim.cli.output import print_answer
 from kvrsim.cli.progress import Progress
@@ -17,7 +17,7 @@ from kvrsim.errors import KvrsimError
 from kvrsim.units import format_seconds
 from kvrsim.views.table import columns
 
-app = Group()
+app = CommandGroup()
 
 
 class NotACheckoutError(KvrsimError):

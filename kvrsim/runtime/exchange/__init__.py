@@ -21,7 +21,7 @@ from kvrsim.runtime.transport import Edge, Pending, Transport
 
 # Module of this package and class for each value of RUN_STRATEGIES.
 _CLASSES = {
-    **{"single": "chain.Single", "kvr": "chain.Chain", "kvr_direct": "chain.DirectChain"},
+    **{"single": "chain.Single", "kvr": "chain.ChainExchange", "kvr_direct": "chain.DirectChain"},
     **{"tsp": "chain.GatherExchange", "pp": "pipeline.Pipeline", "tp": "tensor.TensorParallel"},
     **{"ring": "own_attention.RingAttention", "striped": "own_attention.StripedRing"},
     **{"zigzag_ring": "own_attention.ZigzagRing", "zigzag": "own_attention.Zigzag", "ulysses": "own_attention.Ulysses"},

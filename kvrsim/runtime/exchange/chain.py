@@ -20,7 +20,7 @@ class Single(Exchange):
         return Chunk(start=0, length=plan.context_len, batch=plan.batch) if rank == size - 1 else None
 
 
-class Chain(Exchange):
+class ChainExchange(Exchange):
     """Each rank waits for the prefix from the previous rank and sends it on with its own chunk.
 
     A layer's receives are posted before the attention of the previous layer, because gloo moves a message only once its
@@ -50,7 +50,7 @@ class Chain(Exchange):
                 return
 
 
-class DirectChain(Chain):
+class DirectChain(ChainExchange):
     """A chain without forwarding: each rank sends its K and V to all later ranks; states go from rank to rank."""
 
     @classmethod

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from calibrate.fit.fit import Comparison, FitResult
+from calibrate.fit.fit import FitComparison, FitResult
 from calibrate.fit.profile import FitReport
-from calibrate.shipped.recipes import Recipe, Table, fit_sections, recipe_names
+from calibrate.shipped.recipes import Recipe, RecipeTable, fit_sections, recipe_names
 from kvrsim.errors import InputError
 from kvrsim.hardware import load_gpu
 from kvrsim.io.schema import JsonObject
@@ -24,7 +24,7 @@ SHIPPED = FitReport(profile=PROFILE, lines={}, notes=())
 def fit(part: JsonObject, profile: CalibrationProfile) -> FitResult[Any]:
     """A fit of the start of element-wise kernels, with the errors of two rows."""
     rates = replace(profile.kernels.elementwise, start_s=part.number("start_s"))
-    own = Comparison(label="two rows", measured_s=np.array([1.0, 2.0]), predicted_s=np.array([1.1, 2.2]))
+    own = FitComparison(label="two rows", measured_s=np.array([1.0, 2.0]), predicted_s=np.array([1.1, 2.2]))
     return FitResult(rates=rates, source="a test", own=own, cross_validated=own, seen={})
 
 
@@ -68,4 +68,4 @@ def test_unknown_recipe_is_refused() -> None:
 
 def test_products_of_unfilled_memory_are_refused() -> None:
     with pytest.raises(InputError, match=r"source: .* accepted: for gemm a table of random data"):
-        Table(source="aisimulate:a100_sxm/vllm/0.14.0", operations=("gemm",))
+        RecipeTable(source="aisimulate:a100_sxm/vllm/0.14.0", operations=("gemm",))

@@ -10,9 +10,9 @@ import pytest
 import kvrsim
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.results.timeline import Timeline
-from kvrsim.runtime.exchange.chain import Chain
+from kvrsim.runtime.exchange.chain import ChainExchange
 from kvrsim.runtime.measure import _VirtualTransport, run_virtual
-from kvrsim.runtime.plan import Job, Launch, ModelChoice, Report
+from kvrsim.runtime.plan import Job, ModelChoice, RankSettings, Report
 from kvrsim.runtime.ranks import launch
 from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS
 
@@ -21,7 +21,7 @@ NUM_RANKS = 2
 
 @pytest.fixture(scope="module")
 def report() -> Report:
-    reports = launch(workers.benched, how=Launch(num_ranks=NUM_RANKS))
+    reports = launch(workers.benched, how=RankSettings(num_ranks=NUM_RANKS))
     assert reports[0] == reports[-1]
     return reports[-1]
 
@@ -67,7 +67,7 @@ def test_messages_are_as_long_as_the_prefix_they_carry(report: Report) -> None:
 
 def test_plans_share_their_buffers_and_compute_what_they_did_alone() -> None:
     whole = 3 * workers.CONTEXT_LEN * 2 * 2 * 16 * 4  # tsp keeps all tokens
-    assert launch(workers.sharing, how=Launch(num_ranks=2)) == [(whole, True)] * 2
+    assert launch(workers.sharing, how=RankSettings(num_ranks=2)) == [(whole, True)] * 2
 
 
 # Virtual ranks compute the same values as real ranks.
@@ -114,14 +114,14 @@ def test_every_part_of_every_layer_is_measured_on_every_rank() -> None:
 
 
 def test_a_rank_that_had_no_prefix_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Chain.run
+    real = ChainExchange.run
 
-    def spoilt(self: Chain, ids: Any) -> Any:
+    def spoilt(self: ChainExchange, ids: Any) -> Any:
         for layer in range(3 if self.rank else 0):
             self.buffer(layer).data.zero_()
         return real(self, ids)
 
-    monkeypatch.setattr(Chain, "run", spoilt)
+    monkeypatch.setattr(ChainExchange, "run", spoilt)
     kvr = virtual("llama-gqa", "sdpa").timings[1]
     assert kvr.difference is not None
     assert kvr.difference.logits > 0.1

@@ -15,7 +15,7 @@ from calibrate.measure.links import LinkBench
 from calibrate.measure.ranks import LinkSetup
 from kvrsim.runtime import ranks
 from kvrsim.runtime.faults import RankError
-from kvrsim.runtime.plan import Launch
+from kvrsim.runtime.plan import RankSettings
 from kvrsim.runtime.ranks import launch
 from kvrsim.runtime.transport import LinkGroups
 from tests.kvrsim.runtime import nccl_rule
@@ -33,7 +33,7 @@ def _rule(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_rule")
 @pytest.mark.parametrize(("num_ranks", "name"), [(2, "llama-gqa"), (3, "nemotron_h")])
 def test_the_whole_runtime(num_ranks: int, name: str) -> None:
-    results = launch(nccl_rule.whole_runtime, [(name, "sdpa")], how=Launch(num_ranks=num_ranks))[-1]
+    results = launch(nccl_rule.whole_runtime, [(name, "sdpa")], how=RankSettings(num_ranks=num_ranks))[-1]
     assert results
     assert [one for one in results if not exact(one[-1])] == []
 
@@ -52,7 +52,7 @@ def test_the_link_bench() -> None:
 @pytest.mark.usefixtures("_rule")
 def test_the_rule_finds_what_nccl_would_not_stand() -> None:
     with pytest.raises(RankError):
-        launch(nccl_rule.receives_first, how=Launch(num_ranks=2, deadline_s=6))
+        launch(nccl_rule.receives_first, how=RankSettings(num_ranks=2, deadline_s=6))
 
 
 def test_an_edge_has_few_blocks_a_stream_of_its_own_and_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from kvrsim.cli.main import EXIT_SIGNALS
 from kvrsim.errors import InputError
 from kvrsim.runtime import ranks
 from kvrsim.runtime.faults import RankError
-from kvrsim.runtime.plan import Launch
+from kvrsim.runtime.plan import RankSettings
 from kvrsim.runtime.ranks import launch
 from tests.kvrsim.runtime.runtime_models import CONFIGS
 
@@ -31,13 +31,13 @@ SCRIPT = """
 import sys
 from idlers import working
 from kvrsim.runtime import ranks
-from kvrsim.runtime.plan import Launch
+from kvrsim.runtime.plan import RankSettings
 from kvrsim.runtime.ranks import launch
 
 ranks._PRELOADED = ["torch.distributed"]  # all that is needed here
 
 if __name__ == "__main__":
-    launch(working, sys.argv[1], how=Launch(num_ranks=2, timeout_s=600))
+    launch(working, sys.argv[1], how=RankSettings(num_ranks=2, timeout_s=600))
 """
 IDLERS = """
 import os, pathlib
@@ -139,18 +139,18 @@ def test_ranks_at_work_end_with_their_parent(
 @linux
 def test_ranks_listen_on_loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    results = launch(workers.listening, how=Launch(num_ranks=2))
+    results = launch(workers.listening, how=RankSettings(num_ranks=2))
     assert all(addresses for addresses, *_ in results)
     assert {one for addresses, *_ in results for one in addresses} <= {"0100007F", "00000000000000000000000001000000"}
     assert {interface for _, interface, _ in results} <= {"lo", "lo0"}
-    [(_, _, is_connected)] = launch(workers.listening, how=Launch(num_ranks=1))
+    [(_, _, is_connected)] = launch(workers.listening, how=RankSettings(num_ranks=1))
     assert not is_connected, "one rank alone needs no network"
 
 
 def failing(function: Any, *arguments: Any, num_ranks: int = 2, **how: Any) -> RankError:
     """The RankError of a launch that must fail."""
     with pytest.raises(RankError) as caught:
-        launch(function, *arguments, how=Launch(num_ranks=num_ranks, **how))
+        launch(function, *arguments, how=RankSettings(num_ranks=num_ranks, **how))
     return caught.value
 
 
@@ -197,13 +197,13 @@ def test_ranks_with_different_arguments_do_not_start(changed: dict[str, Any], me
 
 @pytest.mark.slow
 def test_a_rank_that_never_answers_is_waited_for_until_the_deadline_only() -> None:
-    launch(workers.rank_of, how=Launch(num_ranks=2))  # loads torch; all later tests reuse it
+    launch(workers.rank_of, how=RankSettings(num_ranks=2))  # loads torch; all later tests reuse it
     assert "rank 1: no answer within" in str(failing(workers.silent, 1, deadline_s=8))
 
 
 def test_the_first_ranks_progress_is_heard_before_the_result() -> None:
     heard: list[tuple[int, int, str]] = []
-    how = Launch(num_ranks=2)
+    how = RankSettings(num_ranks=2)
     results = launch(workers.reporting, 3, how=how, on_progress=lambda *progress: heard.append(progress))
     assert heard == [(1, 3, "steps"), (2, 3, "steps"), (3, 3, "steps")]
     assert results == [0, 1]
@@ -212,22 +212,22 @@ def test_the_first_ranks_progress_is_heard_before_the_result() -> None:
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="cores cannot be chosen here")
 def test_ranks_compute_on_cores_of_their_own_where_there_are_enough() -> None:
     cores = sorted(os.sched_getaffinity(0))
-    assert launch(workers.cores_of, how=Launch(num_ranks=1)) == [[cores[0]]]
-    assert launch(workers.cores_of, how=Launch(num_ranks=1, threads=len(cores) + 1)) == [cores]
+    assert launch(workers.cores_of, how=RankSettings(num_ranks=1)) == [[cores[0]]]
+    assert launch(workers.cores_of, how=RankSettings(num_ranks=1, threads=len(cores) + 1)) == [cores]
 
 
 def test_what_torchrun_would_not_say_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "x")
     with pytest.raises(InputError, match="RANK: got 'x'"):
-        launch(workers.rank_of, how=Launch(num_ranks=2))
+        launch(workers.rank_of, how=RankSettings(num_ranks=2))
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(RankError, match=r"rank 0: no connection to the other ranks: .*MASTER_ADDR"):
-        launch(workers.rank_of, how=Launch(num_ranks=2))
+        launch(workers.rank_of, how=RankSettings(num_ranks=2))
     with pytest.raises(InputError, match="gpus: got '3'"):
-        launch(workers.rank_of, how=Launch(num_ranks=3))
+        launch(workers.rank_of, how=RankSettings(num_ranks=3))
 
 
 @pytest.mark.slow

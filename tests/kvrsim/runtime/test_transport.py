@@ -12,7 +12,7 @@ import pytest
 import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.errors import InputError
 from kvrsim.runtime.faults import Fault, RankError
-from kvrsim.runtime.plan import Launch
+from kvrsim.runtime.plan import RankSettings
 from kvrsim.runtime.ranks import launch
 from kvrsim.runtime.transport import _DataUnpickler, choose_backend
 
@@ -35,7 +35,7 @@ def test_other_classes_and_functions_do_not(value: Any) -> None:
 def test_what_another_rank_pickles_is_not_run(tmp_path: Path) -> None:
     trap = tmp_path / "run"
     with pytest.raises(RankError, match="rank 1 has sent something unexpected"):
-        launch(workers.sends_a_pickle, str(trap), how=Launch(num_ranks=2))
+        launch(workers.sends_a_pickle, str(trap), how=RankSettings(num_ranks=2))
     assert not trap.exists()
     with pytest.raises(FileNotFoundError):  # reading the pickle would indeed run code
         pickle.loads(pickle.dumps(workers.Evil(str(trap / "deeper"))))

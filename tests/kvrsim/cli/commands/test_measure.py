@@ -21,7 +21,7 @@ from calibrate.measure.links import LinkBench, LinkPoint, link_points
 from kvrsim.hardware import GpuSpec
 from kvrsim.kernels.profile import load_profile
 from kvrsim.model.gemm import Gemm
-from kvrsim.runtime.marks import Clock
+from kvrsim.runtime.marks import MarkRecorder
 from tests.building.commands import answer, refusal, run
 
 pytestmark = pytest.mark.slow
@@ -115,7 +115,7 @@ def config(tmp_path: Path) -> Path:
 @pytest.fixture
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(setup: ComputeSetup) -> MadeUpBench:
-        return MadeUpBench(setup, ForwardTimer(setup, Clock()))
+        return MadeUpBench(setup, ForwardTimer(setup, MarkRecorder()))
 
     monkeypatch.setattr("calibrate.measure.compute.ComputeBench.build", build)
     monkeypatch.setattr("calibrate.measure.links.LinkBench", MadeUpLinks)

@@ -19,7 +19,7 @@ from kvrsim.memory import memory_of
 from kvrsim.program import sent_bytes
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.geometry import Geometry
-from kvrsim.runtime.plan import RUN_STRATEGIES, Launch, RunPlan, run_strategy
+from kvrsim.runtime.plan import RUN_STRATEGIES, RankSettings, RunPlan, run_strategy
 from kvrsim.runtime.ranks import launch
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
@@ -42,7 +42,7 @@ def strategies_of(results: list[Result]) -> set[str]:
     ],
 )
 def test_ranks_give_one_processs_logits(num_ranks: int, models: list[tuple[str, str]], without: set[str]) -> None:
-    *others, results = launch(workers.exactness, models, how=Launch(num_ranks=num_ranks))
+    *others, results = launch(workers.exactness, models, how=RankSettings(num_ranks=num_ranks))
     assert others == [results] * (num_ranks - 1)
     assert [one for one in results if not exact(one[-1])] == []
     assert all(difference.logits_scale > 1 for *_, difference in results)  # small logits would pass any tolerance
@@ -55,7 +55,7 @@ def test_ranks_give_one_processs_logits(num_ranks: int, models: list[tuple[str, 
 def test_every_model_and_kernel_gives_one_processs_logits(num_ranks: int) -> None:
     """Every pair of model and kernel runs on one of these numbers of ranks."""
     models = variants()[num_ranks - 2 :: 3]
-    results = launch(workers.exactness, models, how=Launch(num_ranks=num_ranks))[-1]
+    results = launch(workers.exactness, models, how=RankSettings(num_ranks=num_ranks))[-1]
     assert {(name, kernel) for name, kernel, *_ in results} == set(models)
     assert [one for one in results if not exact(one[-1])] == []
     assert all(difference.logits_scale > 1 for *_, difference in results)
@@ -63,14 +63,14 @@ def test_every_model_and_kernel_gives_one_processs_logits(num_ranks: int) -> Non
 
 def test_what_is_spoilt_is_noticed() -> None:
     models = [("llama-gqa", "sdpa"), ("gemma3", "sdpa"), ("deepseek_v3", "flash"), ("qwen3_next", "sdpa")]
-    results = launch(workers.spoilt, models, how=Launch(num_ranks=2))[-1]
+    results = launch(workers.spoilt, models, how=RankSettings(num_ranks=2))[-1]
     assert strategies_of(results) >= {run.replace("_", "-") for run in workers.PLAIN}
     assert [one for one in results if exact(one[-1]) or one[-1].logits < 0.05] == []
 
 
 @pytest.mark.parametrize("link", [None, SLOW])
 def test_messages_over_other_transports_are_the_same(link: LinkSpec | None) -> None:
-    how = Launch(num_ranks=2, link=link)
+    how = RankSettings(num_ranks=2, link=link)
     results = launch(partial(workers.over_other_transports, staged=link is None), how=how)[-1]
     assert [one for one in results if not exact(one[-1])] == []
 
@@ -82,7 +82,7 @@ def test_memory_and_messages_are_as_planned(num_ranks: int, tmp_path: Path) -> N
     # Two prompts with two-byte elements need as many bytes as one fp32 prompt on the ranks.
     scenario, _ = make_scenario(ctx=workers.EVEN_LEN, gpus=num_ranks, model=path, profile="roofline", batch=2)
     even = Partition.even(workers.EVEN_LEN, num_ranks)
-    sizes, timelines = launch(workers.memory_and_messages, "llama-gqa", how=Launch(num_ranks=num_ranks))[0]
+    sizes, timelines = launch(workers.memory_and_messages, "llama-gqa", how=RankSettings(num_ranks=num_ranks))[0]
     for run in set(workers.PLAIN) - {"kvr", "tsp"}:
         planned = memory_of(scenario, get_strategy(NAMES[run]), even)
         if run == "zigzag":  # engines keep the whole context; these ranks gather it again in each layer
