@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from kvrsim.arguments import SearchArgs, TargetArgs
+from kvrsim.errors import InputError
 from kvrsim.notes import note
 from kvrsim.program import AllGather, AllToAll, Op, Program, RingPass
 from kvrsim.results.question import Question
@@ -242,12 +243,18 @@ class Ranking:
     # -- bounds
 
     @cached_property
-    def _kvr(self) -> Candidate:
-        """The candidate for KVR-S; if KVR-S is not compared, its analytical plan, which costs one evaluation."""
+    def _kvr(self) -> Candidate | None:
+        """The candidate for KVR-S; if KVR-S is not compared, its analytical plan, which costs one evaluation.
+
+        None: KVR-S does not run here.
+        """
         compared = {one.strategy.name: one for one in self.candidates}
-        return compared.get(KVR_S.name) or Search(options=SearchArgs(method="analytical")).candidate(
-            self.scenario, KVR_S
-        )
+        if KVR_S.name in compared:
+            return compared[KVR_S.name]
+        try:
+            return Search(options=SearchArgs(method="analytical")).candidate(self.scenario, KVR_S)
+        except InputError:  # for example, the experts do not divide over the GPUs
+            return None
 
     @property
     def _compares_kvr(self) -> bool:
@@ -256,9 +263,14 @@ class Ranking:
     def bounds(self) -> Bounds:
         """The bound of KV-Runahead chains over single GPUs, and the bound of the best strategy if that is such a chain.
 
-        There is no proof for ranks that exchange tokens for their experts.
+        There is no proof for ranks that exchange tokens for their experts. All values are None if KVR-S does not run
+        here.
         """
-        kvr, per_rank = self._kvr, self._kvr.per_rank
+        kvr = self._kvr
+        if kvr is None:
+            best = _chain_bound(self.best, None)
+            return Bounds(ttft_star_s=None, ttft_no_comm_s=None, lower_bound_s=None, gap=None, best=best)
+        per_rank = kvr.per_rank
         num_ranks = per_rank.cluster.num_gpus
         whole = Partition(chunk_lens=(per_rank.request.new_tokens,))
         single_s = ttft_of(per_rank.on_gpus(1), STRATEGIES["single"], whole)
@@ -280,10 +292,9 @@ class Ranking:
         """The method of KVR-S's search (or of the first search), and the effort of all searches together."""
         searches = {one.strategy.name: one.search for one in self.candidates if one.search is not None}
         over_ranks = [one for one in searches.values() if one.strategy.partition_rule == "search"]
-        first = searches.get(KVR_S.name) or (over_ranks[0] if over_ranks else self._kvr.search)
-        assert first is not None
+        first = searches.get(KVR_S.name) or (over_ranks[0] if over_ranks else None)
         return SearchReport(
-            method=first.report.method,
+            method="analytical" if first is None else first.report.method,
             evaluations=sum(one.report.evaluations for one in searches.values()),
             seconds=sum(one.report.seconds for one in searches.values()),
             limit=max((one.report.limit for one in searches.values() if one.report.limit is not None), default=None),

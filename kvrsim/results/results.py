@@ -312,8 +312,8 @@ class ChainBound:
 class Bounds:
     """Bounds on TTFT for KV-Runahead chains over single GPUs; other strategies may be faster."""
 
-    ttft_star_s: float  # the paper's closed form: TTFT(1) / 2 x (1/p + 1/p^2)
-    ttft_no_comm_s: float  # the paper's TTFT(p): KVR-S, searched again with free links
+    ttft_star_s: float | None  # the paper's closed form: TTFT(1) / 2 x (1/p + 1/p^2); None: KVR-S does not run here
+    ttft_no_comm_s: float | None  # the paper's TTFT(p): KVR-S, searched again with free links; None: it does not run
     lower_bound_s: float | None  # proven bound, seconds: no KVR partition over these GPUs is faster; None: no proof
     gap: float | None  # KVR-S's TTFT / lower_bound_s - 1; None: KVR-S is not compared, or there is no bound
     of: str = "kvr"  # the strategy whose TTFT `lower_bound_s` bounds

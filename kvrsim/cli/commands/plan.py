@@ -222,6 +222,8 @@ def _kvr(plan: Plan) -> Iterator[lines.Row]:
     if bounds.gap is not None and bounds.lower_bound_s is not None:
         of = "partition of KV-Runahead over single GPUs"
         yield "kvr-s bound:", _bound_text(bounds.gap, bounds.lower_bound_s, of)
+    if bounds.ttft_no_comm_s is None or bounds.ttft_star_s is None:
+        return
     no_comm = f"TTFT({plan.num_gpus}) without communication {format_seconds(bounds.ttft_no_comm_s)}"
     yield "", f"{no_comm}; TTFT*({plan.num_gpus}) by the paper's formula {format_seconds(bounds.ttft_star_s)}"
 

@@ -368,3 +368,10 @@ def test_sizes_that_differ_are_printed_with_digits_that_differ() -> None:
 def test_one_gpu_is_run_on_one_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     out = screen(capsys, "plan", "--gpus", "2", "--ctx", "1k", "--strategies", "single")
     assert re.match(r"Run single \([^)]+\) on 1 GPU\.", out)
+
+
+def test_bounds_are_null_where_kv_runahead_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """128 experts do not divide over 256 GPUs, and one GPU's memory does not hold them all."""
+    arguments = ("plan", "qwen3-30b-a3b", "32x8xl40s", "--ctx", "4k", "--strategies", "tp8+pp")
+    bounds = answer(capsys, *arguments)["bounds"]
+    assert {bounds[name] for name in ("ttft_star_s", "ttft_no_comm_s", "lower_bound_s", "gap")} == {None}
