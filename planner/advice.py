@@ -7,6 +7,7 @@ the changed question compares these strategies among others, so its TTFT is the 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -34,6 +35,7 @@ from planner.promise import OPERATIONS
 _SMALL_TYPE = "fp8"  # type with the fastest matrix products
 _FAST_KERNEL = "flash"  # the fastest attention kernel
 _KINDS = 3  # number of the plan's fastest strategies whose kinds are tried under a change
+_KINDS_ON_A_BUS = 1  # the same where ranks share a bus: a simulation of one partition takes 100 times as long
 _LEAST_GAIN = 0.01  # a change with a smaller gain is no advice: it is within what a search leaves
 # Share of the plan's search budget for the searches of one change, where partitions without a search are far from the
 # best: pipelines' even pieces, and chunks on a shared bus. Other analytical chunks are nearly the best.
@@ -54,29 +56,30 @@ def advice_of(best: Candidate, ranked: Sequence[Candidate], search: Search, *, i
     is_named: whether the user named the strategies; then no others are tried.
     Only strategies of the search's engine count, if the plan's best one is of this engine.
     """
-    scenario, engine = best.scenario, search.engine
-    for_engine = engine is not None and engine.has(best.strategy, scenario)
-    fitting = [one for one in ranked if one.fits and one.strategy.partition_rule != "table"]
-    if engine is not None and for_engine:
-        fitting = [one for one in fitting if engine.has(one.strategy, scenario)]
-    is_searched = best.strategy.partition_rule == "searched-pieces" or scenario.cluster.shares_bandwidth
+    scenario = best.scenario
+    engine = search.engine
+    if engine is not None and not engine.has(best.strategy, scenario):
+        engine = None
+    is_bus = scenario.cluster.shares_bandwidth
+    is_searched = best.strategy.partition_rule == "searched-pieces" or is_bus
     budget_s = _BUDGET_SHARE * search.options.search_budget if is_searched else 0.0
     options = SearchArgs(stride=search.options.stride, search_budget=budget_s)
     quiet = replace(search, options=options, on_progress=None, on_candidate=None)
+    tried = [one.strategy for one in ranked]
+    if not is_named:
+        kinds = _KINDS_ON_A_BUS if is_bus else _KINDS
+        fitting = [one.strategy for one in ranked if one.fits]
+        tried = [one for one in fitting if engine is None or engine.has(one, scenario)][:kinds]
     found = list[Advice]()
     for change in changes(best, search.cluster_gpus or scenario.num_gpus):
-        strategies = (
-            _runnable(change.scenario, [one.strategy for one in ranked])
-            if is_named
-            else _alike(change.scenario, [one.strategy for one in fitting[:_KINDS]])
-        )
-        if engine is not None and for_engine:
-            strategies = [one for one in strategies if engine.has(one, change.scenario)]
-        compared = ComparedStrategies(strategies=tuple(strategies), limited=True)
+        named = tried if is_named else _alike(change.scenario, tried)
+        runnable = _runnable(change.scenario, named)
+        launched = [one for one in runnable if engine is None or engine.has(one, change.scenario)]
+        compared = ComparedStrategies(strategies=tuple(launched), limited=True)
         by_name = search_all(change.scenario, compared, quiet).by_name
-        times = [one.ttft_s for one in by_name.values() if one.fits]
-        if times and min(times) < best.ttft_s * (1 - _LEAST_GAIN):
-            found.append(Advice(change=change.options, ttft_s=min(times)))
+        ttft_s = min((one.ttft_s for one in by_name.values() if one.fits), default=math.inf)
+        if ttft_s < best.ttft_s * (1 - _LEAST_GAIN):
+            found.append(Advice(change=change.options, ttft_s=ttft_s))
     return tuple(found)
 
 
@@ -115,9 +118,9 @@ def _is_limited_by_attention(best: Candidate) -> bool:
 
 
 def _alike(scenario: Scenario, strategies: Sequence[Strategy]) -> list[Strategy]:
-    """The strategies that run here and differ from these in their sizes only."""
+    """The strategies of `all` that differ from these in their sizes only."""
     kinds = {_kind(one) for one in strategies}
-    return _runnable(scenario, [one for one in all_for(scenario)[0] if _kind(one) in kinds])
+    return [one for one in all_for(scenario)[0] if _kind(one) in kinds]
 
 
 def _kind(strategy: Strategy) -> str:

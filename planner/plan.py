@@ -89,7 +89,7 @@ def make_plan(
     return Plan.of(
         {
             "bounds": ranking.bounds,
-            "advice": lambda: ranking.advice(search, is_named=strategies is not None),
+            "advice": lambda: ranking.advice(search, is_named=strategies is not None and "all" not in strategies),
             "timeline": lambda: ranking.best.timeline if timelines else None,
             "timelines": lambda: {one.strategy.name: one.timeline for one in timed},
         },
