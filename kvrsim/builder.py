@@ -281,7 +281,7 @@ def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
     """Notes on where the scenario lies outside the range that the profile was measured in."""
     valid, model = profile.valid, scenario.model
     ranges = {
-        "context": (scenario.request.context_len, valid.context_len),
+        "context": (scenario.request.context_len, scenario.context_span),
         "GPUs": (scenario.cluster.num_gpus, valid.num_gpus),
         "hidden_size": (model.hidden_size, valid.hidden_size),
     }

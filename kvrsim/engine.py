@@ -18,6 +18,7 @@ from typing import Annotated
 from kvrsim.choices import DeployEngine
 from kvrsim.errors import InputError
 from kvrsim.io.schema import Keys, NonNegative, RelativeError, Whole, named_object, read, shipped_files, write_json
+from kvrsim.layout import LayoutKinds
 from kvrsim.units import scale
 
 PRIOR_ENGINE = "serving"  # name of the prior that all measured engines share
@@ -32,6 +33,7 @@ TERMS = (
     *("request_s", "token_s", "step_s", "layer_s", "launch_s", "collective_s"),
     *("kernel_scale", "other_gpu", "model"),
 )
+LAYOUT = "layout"  # name of an unknown layout, see Engine.sides
 WIDTHS = ("setting", "model", "gpu", "version", "short")  # kinds of rows left out of a fit, each with a width
 
 
@@ -52,6 +54,8 @@ class EngineFit:
     widths: Annotated[Mapping[str, tuple[NonNegative, NonNegative]], Keys(WIDTHS)] = field(default_factory=dict)
     coverage: RelativeError  # share of left-out rows whose TTFT is inside its 80 % interval
     short_coverage: RelativeError | None = None  # coverage below SHORT_TOKENS; None: part of `coverage`
+    # Widths of the engine that was the prior of the fit, below and above: the least ones for layouts without rows.
+    prior_sides: tuple[NonNegative, NonNegative] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +69,7 @@ class Engine:
         which are shrunk towards 1.
     models: model types of the whole prefills that were measured on the engine; empty: not recorded.
     gpus: GPUs of the profiles of these prefills; empty: not recorded.
+    layouts: ways, of LAYOUT_KINDS, in which these prefills were divided over GPUs; None: not recorded.
     versions: by version, its seconds divided by those of the record; shrunk towards 1.
     """
 
@@ -77,6 +82,7 @@ class Engine:
     model_types: Mapping[str, float] = field(default_factory=dict)
     models: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
+    layouts: LayoutKinds | None = None
     versions: Mapping[str, float] = field(default_factory=dict)
     is_other_version: bool = False  # whether the version was not measured itself
     launched_as: DeployEngine | None = None  # the engine of --emit that launches this software; None: none does
@@ -137,13 +143,19 @@ class Engine:
     def sides(self, unknowns: Sequence[str]) -> tuple[float, float] | None:
         """Distances of log TTFT below and above a prediction: the widest 80 % interval that applies.
 
-        None: the engine was never compared with whole prefills.
+        None: the engine was never compared with whole prefills. LAYOUT in `unknowns`: no prefill had such a layout.
         """
+        widths = list[tuple[float, float]]()
         if self.fit is not None and self.fit.widths:
             widths = [width for name, width in self.fit.widths.items() if name in ("setting", *unknowns)]
-            return max(below for below, _ in widths), max(above for _, above in widths)
-        log_sd = self.spread.get("model") if self.fit is None else self.fit.log_sd
-        return None if log_sd is None else (DEVIATES_OF_80_PERCENT * log_sd,) * 2
+        else:
+            log_sd = self.spread.get("model") if self.fit is None else self.fit.log_sd
+            if log_sd is None:
+                return None
+            widths.append((DEVIATES_OF_80_PERCENT * log_sd,) * 2)
+        if self.fit is not None and self.fit.prior_sides is not None and LAYOUT in unknowns:
+            widths.append(self.fit.prior_sides)
+        return max(below for below, _ in widths), max(above for _, above in widths)
 
     def write(self, path: str | Path) -> None:
         """Write the record as JSON; the file appears whole or not at all."""

@@ -22,9 +22,10 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from kvrsim.errors import InputError
+from kvrsim.io.schema import Check
 
 ENGINE_SCHEMES = ("zigzag", "interleave")  # schemes of context parallelism in serving engines
 Exchange = Literal["none", "all-to-all", "gather"]
@@ -206,6 +207,18 @@ class Layout:
         return self.degrees.name
 
 
+# Ways to divide a prefill over GPUs, in words. A measured prefill says nothing about ways that it does not have.
+LAYOUT_KINDS = {
+    "tensor": "tensor parallelism",
+    "pipeline": "a pipeline",
+    "context": "a context that GPUs split",
+    "data": "attention data parallelism",
+    "experts": "expert parallelism",
+    "nodes": "several nodes",
+}
+LayoutKinds = Annotated[
+    tuple[str, ...], Check(f"some of {', '.join(LAYOUT_KINDS)}", lambda kinds: set(kinds) <= set(LAYOUT_KINDS))
+]
 ONE_LAYOUT = Layout()  # layout of one GPU
 
 

@@ -25,7 +25,8 @@ from kvrsim.kernels.mixer import LayerSetting
 from kvrsim.kernels.prefix import ON_EVERY_RANK, PrefixAccessPlan, PrefixPlacement, plan_prefix_access
 from kvrsim.kernels.profile import CalibrationProfile, SendStyle, profiles_with
 from kvrsim.kernels.tensor_parallel import Group, group_of, grouped_cluster, one_of, share_of
-from kvrsim.layout import Degrees, Layout, layout_on
+from kvrsim.layout import LAYOUT_KINDS, ONE_LAYOUT, Degrees, Layout, layout_on
+from kvrsim.model.mixers import Attention
 from kvrsim.model.quantization import in_fp8
 from kvrsim.model.spec import ModelSpec
 from kvrsim.units import MAX_TOKENS, scale
@@ -124,6 +125,8 @@ ROOFLINE = "roofline"
 _Value = TypeVar("_Value")
 KERNELS = ATTENTION_KERNELS
 _NO_TIME = 1e-30  # factor on the time of links that take none
+LONGEST_CHECKED = 2**19  # tokens of the longest prefills of dense models with flash attention that were compared
+_LEAST_CHECKED = 2**14  # tokens: tables of kernels that end before say less about long contexts
 _MOST_MESSAGE_SHARE = 0.9  # largest share of a GPU's multiprocessors that messages take
 
 
@@ -244,6 +247,45 @@ class Scenario:
     def data_groups(self) -> int:
         """Number of equal groups of GPUs, each with prompts of its own."""
         return 1 if self.layout is None else self.layout.data
+
+    @property
+    def layout_kinds(self) -> tuple[str, ...]:
+        """The ways, of LAYOUT_KINDS, in which the layout divides a prefill; empty on one GPU."""
+        layout = self.layout or ONE_LAYOUT
+        has = {
+            "tensor": layout.tensor > 1,
+            "pipeline": layout.pipeline > 1,
+            "context": layout.context > 1,
+            "data": layout.data > 1,
+            "experts": layout.expert_parallel > 1,
+            "nodes": self._spans_nodes,
+        }
+        return tuple(kind for kind in LAYOUT_KINDS if has[kind])
+
+    @property
+    def _spans_nodes(self) -> bool:
+        """Whether ranks, or the GPUs of a rank, are on several nodes."""
+        groups = [group for group in (self.group, self.gather) if group is not None]
+        if any(group.across.size > 1 for group in groups):
+            return True
+        per_node = self.cluster.gpus_per_node
+        return per_node is not None and self.cluster.num_gpus > per_node
+
+    @property
+    def context_span(self) -> tuple[int, int]:
+        """Shortest and longest context for which the profile's measurements say how far off a prediction is.
+
+        Flash attention counts FLOPs: in dense models, whole prefills of up to LONGEST_CHECKED tokens were no further
+        off than those of the length of the longest measured kernel. Mixtures, sparse attention, latents and recurrences
+        were off more in long contexts, or were not compared.
+        """
+        assert self.profile is not None, "a roofline has no measurements"
+        shortest, longest = self.profile.valid.context_len
+        kinds = self.model.layer_kinds
+        is_dense = all(isinstance(one.mixer, Attention | None) and not one.num_experts for one in kinds)
+        if is_dense and self.kernel == "flash" and longest >= _LEAST_CHECKED:
+            longest = max(longest, LONGEST_CHECKED)
+        return shortest, longest
 
     @cached_property
     def share(self) -> ModelSpec:

@@ -55,12 +55,20 @@ def records(settings: Settings) -> list[Engine]:
         record = _record(name, constants, logs, factors, (0.3, 0.3, 0.3, 0.12), fit_of)
         versions = {v: _round(np.exp(f)) for (e, v), f in sorted(constants.versions.items()) if e == name}
         models, gpus = (tuple(sorted(set(column))) for column in (frame.model_type, frame.gpu))
-        made.append(replace(record, models=models, gpus=gpus, versions=versions))
+        layouts = _layouts(settings, own)
+        made.append(replace(record, models=models, gpus=gpus, layouts=layouts, versions=versions))
     others = log_errors(settings, left_out(settings, "engine"))
     spread = np.std([constants.by_engine[name] for name in ENGINES], axis=0, ddof=1)
     deviations = [_round(max(value, least)) for value, least in zip(spread, _LEAST, strict=True)]
     fit_of = _fit_of(after, others, "engine", {"setting": widths_of(others)})
-    return [*made, _record(PRIOR_ENGINE, constants, constants.mean, constants.shared_types, deviations, fit_of)]
+    prior = _record(PRIOR_ENGINE, constants, constants.mean, constants.shared_types, deviations, fit_of)
+    return [*made, replace(prior, layouts=_layouts(settings, every))]
+
+
+def _layouts(settings: Settings, rows: Flags) -> tuple[str, ...]:
+    """The ways, of LAYOUT_KINDS, in which some of these settings divide a prefill over GPUs."""
+    columns = {"tensor": settings.of("tp"), "experts": settings.of("moe_ep")}
+    return tuple(kind for kind, sizes in columns.items() if (sizes[rows] > 1).any())
 
 
 def _record(

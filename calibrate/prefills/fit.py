@@ -17,12 +17,13 @@ from calibrate.prefills.solve import Array, Prior, Solution, solve
 from kvrsim.arguments import OnProgress
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
-from kvrsim.engine import DEVIATES_OF_80_PERCENT, PRIOR_ENGINE, TERMS, Engine, EngineFit, HostRates, load_engine
+from kvrsim.engine import DEVIATES_OF_80_PERCENT, PRIOR_ENGINE, TERMS, WIDTHS, Engine, EngineFit, HostRates, load_engine
 from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
 from kvrsim.hardware import Cluster, builtin_gpus, cluster_of, load_cluster
 from kvrsim.io.schema import fields_to_json, to_frame, to_json
-from kvrsim.kernels.profile import CalibrationProfile
+from kvrsim.kernels.profile import CalibrationProfile, ValidRange
+from kvrsim.layout import LAYOUT_KINDS
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.version import __version__
@@ -443,17 +444,19 @@ def fit_prefills(
         description=f"{rows} of one's own ({source}), with {terms.engine.name} as the prior.",
         not_covered="Models, lengths and numbers of GPUs far from those of the rows.",
         spread=dict(terms.engine.spread) | spread | {MODEL: float(f"{solution.noise_log_sd:.3g}")},
-        fit=_engine_fit(solution, measured_s, source),
+        layouts=_layouts(cases),
+        fit=replace(_engine_fit(solution, measured_s, source), prior_sides=terms.engine.sides(WIDTHS)),
         provenance={
             "fitted": f"{date.today().isoformat()} by kvrsim {__version__}",
             "prior": terms.engine.name,
             "rows": source,
         },
     )
+    fitted_profile = replace(
+        with_clock(profile, values), name=name, engine=engine, residual=None, cluster=profile.cluster or cluster
+    )
     fit = PrefillFit(
-        profile=replace(
-            with_clock(profile, values), name=name, engine=engine, residual=None, cluster=profile.cluster or cluster
-        ),
+        profile=replace(fitted_profile, valid=_range_with(profile.valid, cases)),
         engine=engine,
         terms=fitted,
         cases=labels,
@@ -462,6 +465,23 @@ def fit_prefills(
         solution=solution,
     )
     return _with_coverage(fit, cases, interval_of)
+
+
+def _layouts(cases: Sequence[PrefillCase]) -> tuple[str, ...]:
+    """The ways in which some of the rows divide a prefill over GPUs."""
+    return tuple(kind for kind in LAYOUT_KINDS if any(kind in case.scenario.layout_kinds for case in cases))
+
+
+def _range_with(valid: ValidRange, cases: Sequence[PrefillCase]) -> ValidRange:
+    """The measured range of a profile and of the rows together."""
+    contexts = [case.scenario.request.context_len for case in cases]
+    gpus = [case.row.num_gpus or 1 for case in cases]
+    (shortest, longest), (fewest, most) = valid.context_len, valid.num_gpus
+    return replace(
+        valid,
+        context_len=(min(shortest, *contexts), max(longest, *contexts)),
+        num_gpus=(min(fewest, *gpus), max(most, *gpus)),
+    )
 
 
 def _engine_fit(solution: Solution, measured_s: Array, source: str) -> EngineFit:

@@ -34,6 +34,7 @@ from kvrsim.kernels.experts import ExpertRates
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, Product, Width, alike
 from kvrsim.kernels.recurrence import RecurrenceRates
 from kvrsim.kernels.sparse import SparseRates
+from kvrsim.layout import LayoutKinds
 from kvrsim.model.mixers import Attention, LatentAttention
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Array
@@ -174,6 +175,7 @@ class Residual:
     longer_mape: RelativeError  # error on contexts above 4k, predicted by a fit to contexts up to 4k
     more_gpus_mape: RelativeError  # error on 8 GPUs, predicted by a fit to at most 4 GPUs
     num_rows: int
+    layouts: LayoutKinds | None = None  # ways in which the rows divide a prefill over GPUs; None: not recorded
 
 
 Gather = Literal["ring", "collective"]  # kind of all-gather: sends between neighbours, or the backend's own

@@ -9,13 +9,21 @@ some sources can only make a prefill longer. An error that all products and atte
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvrsim.engine import DEVIATES_OF_80_PERCENT, SHORT_TOKENS, Engine
+from kvrsim.layout import LAYOUT_KINDS
+from kvrsim.notes import note
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
-from planner.uncertainty.sensitivities import Sensitivities, Sensitivity, end_to_end_residual, sensitivities
+from planner.uncertainty.sensitivities import (
+    Sensitivities,
+    Sensitivity,
+    end_to_end_residual,
+    sensitivities,
+    unmeasured_layouts,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +84,16 @@ def measured_coverage(scenario: Scenario) -> float | None:
         return None
     is_short = request.batch * request.new_tokens < SHORT_TOKENS
     return fit.short_coverage if is_short and fit.short_coverage is not None else fit.coverage
+
+
+def layout_notes(scenario: Scenario, strategy: Strategy) -> Iterator[str]:
+    """A note if no measured prefill divides the work over GPUs as this strategy does; scenario: per rank."""
+    kinds = [LAYOUT_KINDS[kind] for kind in unmeasured_layouts(scenario)]
+    if not kinds:
+        return
+    residual, engine = end_to_end_residual(scenario), scenario.engine
+    where = f"profile {scenario.profile_name}" if residual is not None or engine is None else f"engine {engine.name}"
+    yield note("layout", where=where, kinds=" or ".join(kinds), strategy=strategy.name)
 
 
 def provenance(scenario: Scenario) -> str:

@@ -19,10 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrsim.compile import build_program, columns
-from kvrsim.engine import DEVIATES_OF_80_PERCENT
+from kvrsim.engine import DEVIATES_OF_80_PERCENT, LAYOUT
 from kvrsim.executors.run import Runner
 from kvrsim.kernels.cost import CostModel, Part, WeightedCost, listing
 from kvrsim.kernels.profile import CalibrationProfile, Residual, ValidRange
+from kvrsim.layout import LAYOUT_KINDS
 from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
@@ -34,6 +35,11 @@ _NOMINAL_LINKS = 0.2  # log_sd of an unmeasured bandwidth: NVLink 3 reaches 78 %
 # bytes.
 UNCOMPARED_KINDS = ("latent", "sparse", "experts", "recurrence")
 _ESTIMATED = 0.5  # log_sd of estimated sources
+# log_sd that each way to divide a prefill adds if no measured prefill has it. Context: 12 pairs of prefills with and
+# without a split context on the same machine (APB, LoongServe, Meta) differ by .055 in their errors. Tensor: LoongServe
+# on 8 GPUs and on one by .1. The collectives of layouts over nodes were too fast by factors of 3 to 5 in a share of
+# TTFT, which is .25; the others have no pair and are taken to be as uncertain.
+UNMEASURED_LAYOUT = {"tensor": 0.1, "context": 0.06, "pipeline": 0.25, "data": 0.25, "experts": 0.25, "nodes": 0.25}
 _ISSUED = ("layer_s", "kernel_s", "gather_piece_s")  # fields of host times that scale with the host's speed
 _SOURCES = {  # name of the error source for each term of an engine
     "request_s": "request",
@@ -135,6 +141,8 @@ def sensitivities(scenario: Scenario, strategy: Strategy, partition: Partition) 
     prefix = _prefix_link(scenario)
     if prefix.log_sd:
         by_source[prefix.name] = runs.to(prefix)
+    for kind in unmeasured_layouts(scenario):
+        by_source[f"{LAYOUT_KINDS[kind]}, not measured"] = Sensitivity.proportional(UNMEASURED_LAYOUT[kind])
     if beyond := _PER_DOUBLING * doublings_beyond(scenario, profile.valid):
         by_source["extrapolation"] = Sensitivity.proportional(beyond)
     return Sensitivities(by_source=by_source, in_differences=in_differences, ratio_log_sd=ratio_log_sd)
@@ -220,7 +228,20 @@ def engine_sides(scenario: Scenario) -> tuple[float, float] | None:
     if engine is None or scenario.profile is None:
         return None
     tokens = request.batch * request.new_tokens
-    return engine.sides(engine.unknowns(scenario.model.model_type, scenario.profile.gpu, tokens))
+    unknowns = engine.unknowns(scenario.model.model_type, scenario.profile.gpu, tokens)
+    return engine.sides((*unknowns, LAYOUT) if unmeasured_layouts(scenario) else unknowns)
+
+
+def unmeasured_layouts(scenario: Scenario) -> tuple[str, ...]:
+    """Ways to divide work over GPUs that none of the prefills behind the interval has; scenario: per rank.
+
+    Empty if no whole prefills are known, because the interval is then made from the errors of operations.
+    """
+    residual, engine = end_to_end_residual(scenario), scenario.engine
+    known = engine.layouts if engine is not None else None
+    if residual is not None:
+        known = residual.layouts
+    return () if known is None else tuple(kind for kind in scenario.layout_kinds if kind not in known)
 
 
 def part_errors(profile: CalibrationProfile, parts: Iterable[Part]) -> dict[ErrorSource, PartErrors]:
@@ -315,12 +336,9 @@ def run_to_run_log_sd(profile: CalibrationProfile) -> float:
 
 def doublings_beyond(scenario: Scenario, valid: ValidRange) -> float:
     """Number of doublings by which the scenario is outside the profile's measured range, summed over all sizes."""
-    sizes = {
-        "context_len": scenario.request.context_len,
-        "num_gpus": scenario.num_gpus,
-        "hidden_size": scenario.model.hidden_size,
-    }
+    sizes = {"num_gpus": scenario.num_gpus, "hidden_size": scenario.model.hidden_size}
     spans = [(size, getattr(valid, key)) for key, size in sizes.items()]
+    spans.append((scenario.request.context_len, scenario.context_span))
     if scenario.profile is not None:
         widths = [(width, valid.head_dim) for width in scenario.profile.kernels.head_dims(scenario.model)]
         spans += sorted(widths, key=lambda one: _doublings(*one))[-1:]  # the width that is furthest outside the range

@@ -281,7 +281,9 @@ def main() -> None:
         "longer_mape": ape(longer).mean(),
         "more_gpus_mape": ape(more_gpus).mean(),
     }
-    residual = Residual(**{key: round(float(value), 4) for key, value in figures.items()}, num_rows=len(rows))
+    residual = Residual(
+        **{key: round(float(value), 4) for key, value in figures.items()}, num_rows=len(rows), layouts=("context",)
+    )
     profile = profile_of(constants, residual)
     profile.write(PATH)
     write_engine(profile)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvrsim
 from calibrate.prefills.fit import EngineTerms, PrefillCase, PrefillFit, check_prefills, fit_prefills, make_cases
 from calibrate.prefills.rows import PrefillRow
 from kvrsim.builder import make_scenario
@@ -96,6 +98,25 @@ def test_slower_kernels_are_not_taken_for_seconds_of_tokens() -> None:
     fit = fitted(cases_of(rows, prior), prior)
     (predicted,), (true,) = (cases_of([row(8192, model="llama-2-13b")], one) for one in (fit.engine, slow))
     assert predicted.ttft_s() == pytest.approx(true.ttft_s(), rel=0.03)
+
+
+def test_rows_of_one_layout_never_narrow_another() -> None:
+    """Exact rows of tensor parallelism on a node narrow its interval, but not that of a pipeline over two nodes."""
+    prior = load_engine("serving")
+    rows = [row(length, num_gpus=8, strategy="tp") for length in (1024, 4096, 16_384, 65_536)]
+    exact = [replace(one, ttft_s=case.ttft_s()) for one, case in zip(rows, cases_of(rows, prior), strict=True)]
+    fit = fitted(cases_of(exact, prior), prior)
+    assert fit.engine.layouts == ("tensor",)
+    assert fit.profile.valid.context_len == (1, 65_536)
+    kinds = {"tp": ("8xh100", 8), "pp": ("2x8xh100", 16), "tp4+pp2": ("8xh100", 8), "zigzag": ("8xh100", 8)}
+    ratios = {}
+    for name, (cluster, gpus) in kinds.items():
+        asked = {"strategy": name, "model": "llama-2-7b", "ctx": "64k", "cluster": cluster, "gpus": gpus}
+        before, after = (kvrsim.simulate(**asked, profile=one) for one in (PROFILE, fit.profile))
+        widths = [math.log(one.ttft_high_s / one.ttft_low_s) for one in (before, after)]
+        ratios[name] = widths[1] / widths[0]
+    assert ratios.pop("tp") < 0.7
+    assert min(ratios.values()) >= 1
 
 
 def test_the_profile_predicts_as_the_fit_does(fit: PrefillFit) -> None:

@@ -73,7 +73,7 @@ def fields() -> dict[str, Any]:
             kind: replace(any_operation(rng), interpolated_log_sd=0.1, systematic_log_sd=0.1)
             for kind in OPERATION_KINDS
         },
-        residual=Residual(**{key: 3 if key == "num_rows" else 0.1 for key in Residual.__slots__}),
+        residual=Residual(**dict.fromkeys(Residual.__slots__, 0.1) | {"num_rows": 3, "layouts": ("context",)}),
         provenance={"source": "drawn at random"},
         run_to_run_log_sd=0.1,
         cluster=any_cluster(rng, 4, topologies=("nodes",)),

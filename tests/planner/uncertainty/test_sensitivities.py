@@ -11,9 +11,10 @@ import pytest
 import kvrsim
 from kvrsim.builder import make_scenario
 from kvrsim.compile import for_strategy
-from kvrsim.engine import NO_HOST, Engine, EngineFit, builtin_engines
+from kvrsim.engine import NO_HOST, Engine, EngineFit, builtin_engines, load_engine
 from kvrsim.executors.run import run_partition
 from kvrsim.kernels.profile import load_profile
+from kvrsim.notes import with_code
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.intervals import Interval, interval, measured_coverage
@@ -174,3 +175,50 @@ def test_what_was_fitted_to_whole_prefills_has_the_kernels_errors_in_it() -> Non
     assert measured_coverage(with_engine(replace(NOTHING, fit=COMPARED))[0]) == 0.8
     _, from_fit = around(replace(NOTHING, fit=COMPARED))
     assert from_fit.by_source["model"].high == pytest.approx(1.2816 * 0.04)
+
+
+LAYOUTS = {
+    "single": (1, ()),
+    "pp": (8, ("pipeline",)),
+    "zigzag": (8, ("context",)),
+    "tp4+pp2": (8, ("tensor", "pipeline")),
+    "tp8+pp2": (16, ("tensor", "pipeline", "nodes")),
+    "tp": (16, ("tensor", "nodes")),
+    "tp8+kvr-s": (16, ("tensor", "context", "nodes")),
+}
+
+
+@pytest.mark.parametrize("strategy", LAYOUTS)
+def test_only_what_no_measured_prefill_has_widens_the_interval(strategy: str) -> None:
+    """An interval is as if the layout were measured, or wider, and it says so; the estimate does not change."""
+    gpus, kinds = LAYOUTS[strategy]
+    engine = load_engine("vllm")
+    asked = {"model": "llama-3.1-70b", "cluster": "2x8xh100" if gpus > 8 else "8xh200", "ctx": "16k", "gpus": gpus}
+    results = {
+        known: kvrsim.simulate(strategy=strategy, engine=replace(engine, layouts=known), **asked)
+        for known in (None, kinds, ("tensor",), ())
+    }
+    widths = {known: math.log(one.ttft_high_s / one.ttft_low_s) for known, one in results.items()}
+    assert len({one.ttft_s for one in results.values()}) == 1
+    assert widths[kinds] == widths[None]
+    for known in (("tensor",), ()):
+        missing = set(kinds) - set(known)
+        assert (widths[known] > widths[None]) is bool(missing)
+        assert bool(with_code(results[known].warnings, "layout")) is bool(missing)
+    assert widths[()] >= widths["tensor",]
+
+
+def test_long_contexts_of_dense_models_are_no_extrapolation() -> None:
+    """Whole prefills of dense models with flash attention were compared up to 512k tokens; mixtures were not."""
+    flash = {"strategy": "zigzag", "gpus": 8, "cluster": "8xh100"}
+    for model, ctx, is_noted in (
+        ("llama-3.1-8b", "128k", False),
+        ("llama-3.1-8b", "512k", False),
+        ("llama-3.1-8b", "1m", True),
+        ("mixtral-8x7b", "128k", True),
+    ):
+        result = kvrsim.simulate(model=model, ctx=ctx, **flash)
+        assert bool(with_code(result.warnings, "context-range")) is is_noted
+        assert ("extrapolation" in result.interval_causes) is is_noted
+    eager = kvrsim.simulate(strategy="tsp", gpus=8, ctx="32k")
+    assert with_code(eager.warnings, "context-range")
