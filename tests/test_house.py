@@ -113,3 +113,21 @@ def test_make_help_lists_targets_that_exist() -> None:
     for target in targets:
         done = make("--dry-run", target)
         assert done.returncode == 0, f"make {target}: {done.stderr}"
+
+
+def test_the_architecture_page_names_every_folder_of_code() -> None:
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text("utf-8")
+    folders = {path.parent for room in ROOMS for path in (ROOT / room).glob("*/*.py")}
+    missing = [
+        f"{folder.relative_to(ROOT)}/"
+        for folder in sorted(folders)
+        if f"`{folder.relative_to(ROOT)}/`" not in page and f"`{folder.name}/`" not in page
+    ]
+    assert missing == []
+
+
+def test_files_that_the_architecture_page_names_exist() -> None:
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text("utf-8")
+    named = re.findall(r"`((?:kvrsim|planner|calibrate|validate|tests)/[\w/.]+)`", page)
+    assert len(named) > 30
+    assert [path for path in named if not (ROOT / path).exists()] == []
