@@ -79,7 +79,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.choices import DTYPES, Topology
-from kvrsim.errors import InputError
+from kvrsim.errors import ABSENT, InputError
 from kvrsim.hardware import Cluster, GpuSpec, LinkSpec, builtin_gpus, cluster_of, load_gpu, load_link
 from kvrsim.io.files import read_text, write_atomically
 from kvrsim.io.schema import Check, JsonObject, NonNegative, Range, parse_json, read
@@ -147,7 +147,7 @@ class CsvTable:
         """Raise InputError for a column that is not one of these."""
         for name in self.columns:
             if name not in columns:
-                raise InputError(f"{self.where}: column", name or "nothing", ", ".join(columns))
+                raise InputError(f"{self.where}: column", name or "a column without a name", ", ".join(columns))
 
 
 def _cell(value: object) -> str:
@@ -269,7 +269,7 @@ class Measurement:
             raise InputError("operation", self.operation, ", ".join(OPERATIONS))
         for name in needed:
             if getattr(self, name) is None:
-                raise InputError(name, "nothing", f"a value ({self.operation} needs {', '.join(needed)})")
+                raise InputError(name, ABSENT, f"a value ({self.operation} needs {', '.join(needed)})")
         dtypes = MEASURED_DTYPES if self.operation == "gemm" else DTYPES
         if self.dtype is not None and self.dtype not in dtypes:
             raise InputError("dtype", self.dtype, ", ".join(dtypes))
@@ -358,7 +358,7 @@ def _parse_origin(text: str, where: str) -> dict[str, Any]:
         origin = parse_json(text)
     except ValueError as error:
         reason = " ".join(str(error).split())
-        raise InputError(where, text[:80] or "nothing", f"valid JSON ({reason})") from None
+        raise InputError(where, text[:80], f"valid JSON ({reason})") from None
     if not isinstance(origin, dict):
         raise InputError(where, text[:80], "a JSON object ({...})")
     return origin

@@ -20,8 +20,16 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from kvrsim.choices import EXECUTORS, FLEET_OBJECTIVES, MAP_STRATEGIES, METHODS, POOL_BACKENDS
-from kvrsim.errors import InputError
-from kvrsim.units import parse_bandwidth, parse_count, parse_lengths, parse_number, parse_seconds, parse_tokens
+from kvrsim.errors import ABSENT, InputError
+from kvrsim.units import (
+    parse_bandwidth,
+    parse_count,
+    parse_lengths,
+    parse_number,
+    parse_seconds,
+    parse_share,
+    parse_tokens,
+)
 
 STRATEGY = "kvrsim.strategies.base:Strategy"
 MOST_VALUES = 2**16  # in one list
@@ -44,6 +52,29 @@ def tokens(value: object, parameter: str) -> int:
 def tokens_or_none(value: object, parameter: str) -> int:
     """Read a number of tokens that may be 0."""
     return 0 if isinstance(value, str) and value.strip() == "0" else tokens(value, parameter)
+
+
+def context(value: object, parameter: str) -> int:
+    """Read a single number of tokens. Raises InputError that names the command for several lengths."""
+    if isinstance(value, str) and re.search(r"[0-9][kKmM]? ?[,:-]", value):
+        accepted = "one length, such as 16k; kvrsim map --ctx takes several, such as 32k,64k,128k"
+        raise InputError(parameter, value, accepted)
+    return tokens(value, parameter)
+
+
+class ContextShare(float):
+    """A share of the context, of at least 0 and less than 1."""
+
+
+def prefix(value: object, parameter: str) -> int | ContextShare:
+    """Read a number of tokens that may be 0, or a share of the context, such as "90%"."""
+    if isinstance(value, str) and value.strip().endswith("%"):
+        return ContextShare(parse_share(value.strip(), parameter, below=1))
+    try:
+        return tokens_or_none(value, parameter)
+    except InputError as error:
+        accepted = f"{error.accepted}; or 0, or a share of the context, such as 90%"
+        raise InputError(parameter, error.value, accepted) from None
 
 
 def count(most: int, *, least: int = 1) -> Check:
@@ -306,7 +337,7 @@ class Arguments:
         for name, one in options_of(type(self)).items():
             value = values.pop(name, one.default)
             if value is REQUIRED:
-                raise InputError(name, "nothing", one.help)
+                raise InputError(name, ABSENT, one.help)
             setattr(self, name, one.read(value, name))
         assert not values, values
 
@@ -400,8 +431,8 @@ class ScenarioArgs(Arguments):
         llama-7b.
     batch : N
         Number of sequences prefilled together, each of --ctx tokens.
-    cached_prefix : LEN
-        Leading tokens whose K and V are already cached.
+    cached_prefix : LEN|SHARE
+        Leading tokens whose K and V are already cached, or their share of the context, such as 90%.
     prefix_placement : all|sharded|host[:RATE]|remote[:RATE]
         Location of the cached K and V: every rank, shards of tokens, host memory, or a remote store; RATE is the
         bandwidth per GPU, such as 20GB/s.
@@ -436,11 +467,11 @@ class ScenarioArgs(Arguments):
         Override the cluster's topology.
     """
 
-    ctx: Any = entry(tokens, REQUIRED)
+    ctx: Any = entry(context, REQUIRED)
     gpus: Any = entry(_many)
     model: Any = entry(named("kvrsim.model.spec:ModelSpec"), "llama-7b")
     batch: Any = entry(_many, 1)
-    cached_prefix: Any = entry(tokens_or_none, 0)
+    cached_prefix: Any = entry(prefix, 0)
     prefix_placement: Any = entry(named("kvrsim.kernels.prefix:PrefixPlacement", what="a text"), "all")
     dtype: Any = entry()
     expert_parallel: Any = entry(flag, False)
@@ -453,6 +484,13 @@ class ScenarioArgs(Arguments):
     link_bandwidth: Any = entry(quantity(parse_bandwidth))
     link_latency: Any = entry(quantity(parse_seconds, allow_zero=True))
     topology: Any = entry()
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+        if isinstance(self.cached_prefix, ContextShare):
+            if not isinstance(self.ctx, int):
+                raise InputError("cached_prefix", f"{self.cached_prefix:.4g}", "tokens: a share needs a single context")
+            self.cached_prefix = int(self.cached_prefix * self.ctx)
 
 
 class DeploymentArgs(ScenarioArgs):

@@ -143,8 +143,8 @@ def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
     if isinstance(gpus, bool) or not isinstance(gpus, int) or not cluster.num_gpus < gpus <= MAX_GPUS:
         return ()  # the constructor of Cluster checks the number
     if named and cluster.topology == "switch":
-        accepted = f"at most {cluster.num_gpus}, the GPUs on the switch of {cluster.name}; more of them: a cluster file"
-        raise InputError("gpus", gpus, accepted)
+        accepted = f"at most {cluster.num_gpus}, the GPUs on the switch of {cluster.name}"
+        raise InputError("gpus", gpus, f"{accepted}; more of them: `cluster` {_larger_size(cluster, gpus)}, or a file")
     longer = {
         "nodes": "more nodes alike",
         "switch": "a larger switch",
@@ -153,6 +153,14 @@ def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
     }
     has = f"{cluster.num_gpus} GPU{'s' * (cluster.num_gpus != 1)}"
     return (note("size", cluster=cluster.name, has=has, gpus=gpus, longer=longer[cluster.topology]),)
+
+
+def _larger_size(cluster: Cluster, gpus: int) -> str:
+    """The size of a cluster of the same GPUs that has at least `gpus`, such as 2x8xh100."""
+    node = cluster_of(cluster.gpu.name) or cluster
+    if gpus <= node.num_gpus:
+        return f"{gpus}x{cluster.gpu.name}"
+    return f"{-(-gpus // node.num_gpus)}x{node.num_gpus}x{cluster.gpu.name}"
 
 
 def _name_notes(args: ScenarioArgs) -> tuple[Note, ...]:

@@ -22,26 +22,42 @@ class KvrsimError(Exception):
     exit_code = 1
 
 
+class _Absent:
+    """The value of a parameter that is not given."""
+
+    def __str__(self) -> str:
+        return "nothing"
+
+
+ABSENT = _Absent()
+
+
 class InputError(KvrsimError):
-    """A value from the user cannot be used.
+    """A value from the user cannot be used, or is missing.
 
     parameter: the name in the Python API, such as "link_bandwidth"; a file and a key may follow.
-    value: the given value, any object.
+    value: the given value, any object; ABSENT if there is none.
     accepted: what would be accepted; names of other parameters are in backticks.
+    guess: the value that the user probably means; None: unknown.
 
     The command line shows the same names as options: `kvrsim.cli.mistakes`.
 
     >>> str(InputError("gpus", 0, "a whole number of at least 1"))
     "gpus: got '0', accepted: a whole number of at least 1"
+    >>> str(InputError("ctx", ABSENT, "a number of tokens"))
+    'ctx is missing, accepted: a number of tokens'
     """
 
     exit_code = 2
 
-    def __init__(self, parameter: str, value: object, accepted: str) -> None:
-        self.parameter, self.value, self.accepted = parameter, value, accepted
-        super().__init__(
-            f"{_excerpt(parameter, 300)}: got '{_excerpt(value, 80)}', accepted: {_excerpt(accepted, 1000)}"
-        )
+    def __init__(self, parameter: str, value: object, accepted: str, guess: str | None = None) -> None:
+        self.parameter = parameter
+        self.value = value
+        self.accepted = accepted
+        self.guess = guess
+        problem = " is missing" if isinstance(value, _Absent) else f": got '{_excerpt(value, 80)}'"
+        hint = "" if guess is None else f"; did you mean {_excerpt(guess, 80)}?"
+        super().__init__(f"{_excerpt(parameter, 300)}{problem}, accepted: {_excerpt(accepted, 1000)}{hint}")
 
 
 def _excerpt(value: object, most: int) -> str:

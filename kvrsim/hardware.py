@@ -360,7 +360,14 @@ def load_cluster(
     """Load a built-in cluster, a size such as "2x8xh100", or a JSON file; `num_gpus` replaces its number of GPUs."""
     shipped = shipped_files(_DATA / "clusters")
     cluster = _cluster_of_size(str(name_or_path), argument, tuple(shipped))
-    cluster = cluster or Cluster.read(named_object(name_or_path, argument, shipped, "a size such as 2x8xh100"))
+    if cluster is None:
+        sizes = f"a size such as 2x8xh100 (GPUs: {', '.join(builtin_gpus())})"
+        try:
+            cluster = Cluster.read(named_object(name_or_path, argument, shipped, sizes))
+        except InputError as error:
+            if error.guess is not None or error.value != str(name_or_path):
+                raise
+            raise InputError(error.parameter, error.value, error.accepted, _size_like(str(name_or_path))) from None
     return cluster if num_gpus is None else replace(cluster, num_gpus=num_gpus)
 
 
@@ -368,6 +375,18 @@ def cluster_of(gpu: str) -> Cluster | None:
     """A built-in cluster of the GPU, if possible one with a switch, else one without a bus."""
     clusters = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == gpu]
     return min(clusters, key=lambda cluster: (cluster.topology != "switch", cluster.topology == "bus"), default=None)
+
+
+def _size_like(text: str) -> str | None:
+    """The size that a text such as 8h100 or 8xh1000 probably means; None if no GPU has a similar name."""
+    from difflib import get_close_matches  # imported only for names that are unknown
+
+    match = re.fullmatch(r"(?:([0-9]{1,4})x)?(?:([0-9]{1,5})x?)?([a-z][a-z0-9-]*)", text.lower())
+    near = get_close_matches(match[3], builtin_gpus(), n=1, cutoff=0.75) if match else []
+    if match is None or not near:
+        return None
+    numbers = [number for number in match.groups()[:2] if number]
+    return "x".join([*numbers, near[0]])
 
 
 def _cluster_of_size(text: str, argument: str, names: tuple[str, ...]) -> Cluster | None:

@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
 from typing import Any, TypeVar
 
-from kvrsim.errors import InputError
+from kvrsim.errors import ABSENT, InputError
 
 T = TypeVar("T")
 MAX_TOKENS = 2**40  # largest accepted context
@@ -84,7 +84,7 @@ def parse_number(
         low = f"of at least {least:g}" if above is None else f"above {above:g}"
         high = f"and at most {most:g}" if below is None else f"and below {below:g}"
         accepted = f"a number {low}" if below is None and math.isinf(most) else f"a number {low} {high}"
-        raise InputError(argument, "nothing" if value == "" else value, accepted)
+        raise InputError(argument, ABSENT if value == "" else value, accepted)
     return number
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from kvrsim.arguments import OnProgress, SearchArgs
 from kvrsim.choices import PrefixAccess
 from kvrsim.compile import build_program, columns, for_strategy
-from kvrsim.errors import InputError
+from kvrsim.errors import ABSENT, InputError
 from kvrsim.executors.run import Runner, run_partition
 from kvrsim.memory import RankMemory, fits, memory_of
 from kvrsim.notes import note
@@ -308,7 +308,7 @@ class Search:
     def _look_up(self, per_rank: Scenario, strategy: Strategy) -> Partition:
         if self.options.table is None:
             accepted = f"a file of kvrsim table build, where {strategy.name} looks its chunks up"
-            raise InputError("table", "nothing", accepted)
+            raise InputError("table", ABSENT, accepted)
         partition: Partition = self.options.table.partition_for(per_rank, strategy)
         return partition
 

@@ -19,7 +19,7 @@ from calibrate.measure.campaign import Campaign, Seconds
 from calibrate.measure.device import device_name, origin
 from calibrate.measure.ranks import START_S, Flow, LinkRank, LinkSetup, counts_to
 from kvrsim.choices import Topology
-from kvrsim.errors import InputError
+from kvrsim.errors import ABSENT, InputError
 from kvrsim.hardware import LinkSpec
 from kvrsim.interp import interquartile_range
 from kvrsim.runtime.ranks import RankPool
@@ -347,7 +347,7 @@ def measured_link(rows: Sequence[Measurement], name: str, argument: str = "measu
         if row.operation == "send_recv" and row.messages == 1 and row.bytes is not None:
             sizes.setdefault(row.bytes, []).append(row.median_s)
     if not sizes:
-        raise InputError(argument, "nothing", "send_recv rows, one message at a time")
+        raise InputError(argument, ABSENT, "send_recv rows, one message at a time")
     seconds = {nbytes: median(each_s) for nbytes, each_s in sizes.items()}
     return LinkSpec(
         name=name,

@@ -27,7 +27,7 @@ from calibrate.data import CsvTable, parse_cells
 from kvrsim.arguments import tokens_or_none
 from kvrsim.choices import DTYPES
 from kvrsim.closed_loop import OUTPUT_TOKENS, ClosedLoop
-from kvrsim.errors import InputError
+from kvrsim.errors import ABSENT, InputError
 from kvrsim.io.columns import CACHED_TOKENS, PROMPT_TOKENS, Column, Usual, find_columns, parse_columns
 from kvrsim.io.columns import OUTPUT_TOKENS as OUTPUT_TOKEN_NAMES
 from kvrsim.io.files import open_regular, read_text
@@ -86,7 +86,7 @@ class PrefillRow:
         row = row if row.model else replace(row, model=row.likely_model)
         for name, option in (("model", "model"), ("context_len", "ctx")):
             if getattr(row, name) is None:
-                raise InputError(f"{self.where}: {name}", "nothing", f"a value, or one for all rows: `{option}`")
+                raise InputError(f"{self.where}: {name}", ABSENT, f"a value, or one for all rows: `{option}`")
         return row
 
     @property
@@ -359,7 +359,7 @@ def read_prefills(
             rows += in_table.rows
             notes += in_table.notes
     if not rows:
-        raise InputError(argument, ", ".join(map(str, sources)) or "nothing", "files with one measured prefill or more")
+        raise InputError(argument, ", ".join(map(str, sources)) or ABSENT, "files with one measured prefill or more")
     if len(rows) > MOST_ROWS:
         raise InputError(argument, f"{len(rows)} rows", f"at most {MOST_ROWS}")
     guessed = {row.likely_model for row in rows if row.likely_model and not (row.model or defaults.get("model"))}
@@ -468,7 +468,7 @@ def _output(path: str | Path, argument: str) -> Output:
         reader = next((function for keys, function in FORMATS.values() if all(map(one.has, keys))), None)
         if reader is None:
             accepted = "; ".join(f"{title} ({', '.join(keys)})" for title, (keys, _) in FORMATS.items())
-            raise InputError(f"{one.where}: keys", ", ".join(one.fields) or "nothing", accepted)
+            raise InputError(f"{one.where}: keys", ", ".join(one.fields) or ABSENT, accepted)
         reader(one, output)
     if output.requests:
         add_requests(output, output.requests, where)

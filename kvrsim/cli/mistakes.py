@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
-from kvrsim.errors import InputError, KvrsimError
+from kvrsim.errors import ABSENT, InputError, KvrsimError
 
 _FIRST_NAME = re.compile(r"^(?P<name>[a-z][a-z0-9_]*)(?=$|[: ])")
+_NAME = re.compile(r"[^\s,]+")  # values that may be misspelt names
 _QUOTED_NAME = re.compile(r"`(?P<name>[a-z][a-z0-9_]*)`")
 _SAME = {"strategy": "strategies", "strategies": "strategy"}  # each command has only one of the two options
 _LISTED = {"--model": "models", "--cluster": "clusters", "--profile": "profiles", "--engine": "engines"}
@@ -40,10 +41,12 @@ def error_line(error: KvrsimError, command: Any) -> str:
     if isinstance(error, InputError):
         name = first_name(error.parameter)
         accepted = _QUOTED_NAME.sub(option, error.accepted)
-        guess = nearest(str(error.value), re.findall(r"\b(?<![\w.+@-])[a-z][\w.+@-]*", accepted))
+        guess = error.guess
+        if guess is None and _NAME.fullmatch(str(error.value)) and error.value is not ABSENT:
+            guess = nearest(str(error.value), re.findall(r"\b(?<![\w.+@-])[a-z][\w.+@-]*", accepted))
         if name in _LISTED:
             accepted = _MANY_NAMES.sub(f"those of kvrsim {_LISTED[name]} list", accepted)
-        return _with_hint(str(InputError(name, error.value, accepted)), guess)
+        return str(InputError(name, error.value, accepted, guess))
     text = str(error)
     for name in {fault.parameter for fault in getattr(error, "faults", ()) if fault.parameter}:
         text = text.replace(f": {name}: got", f": {first_name(name)}: got")
@@ -86,19 +89,19 @@ def usage_line(error: click.ClickException, command: Any) -> str:
             accepted = ", ".join(options) if guess is None else f"those of {full} --help"
             return _with_hint(f"{error.option_name}: no such option of {full}, accepted: {accepted}", guess)
         case click.MissingParameter() if error.param is not None:
-            return f"{_spelling(error.param)}: got nothing, accepted: {_accepted_values(error.param)}"
+            return f"{_spelling(error.param)} is missing, accepted: {_accepted_values(error.param)}"
         case click.BadOptionUsage():
             option = next((param for param in command.params if error.option_name in param.opts), None)
             if option is not None and option.is_flag:
                 return f"{error.option_name}: got a value, accepted: the option alone"
-            return f"{error.option_name}: got nothing, accepted: {_accepted_values(option)}"
+            return f"{error.option_name}: its value is missing, accepted: {_accepted_values(option)}"
     group: Any = getattr(context, "command", None)
     if hasattr(group, "list_commands"):
         commands, match = group.list_commands(context), _NO_SUCH_COMMAND.search(message)
         guess = nearest(match[1], commands) if match else None
         accepted = ", ".join(commands) if guess is None else f"those of {full} --help"
-        value = f"'{match[1]}'" if match else "nothing"
-        return _with_hint(f"command of {full}: got {value}, accepted: {accepted}", guess and f"{full} {guess}")
+        problem = f": got '{match[1]}'" if match else " is missing"
+        return _with_hint(f"command of {full}{problem}, accepted: {accepted}", guess and f"{full} {guess}")
     if extra := _EXTRA_ARGUMENT.search(message):
         return f"arguments: got '{extra[1]}', accepted: none but the options of {full}"
     return str(message)

@@ -32,7 +32,7 @@ from kvrsim.arguments import (
 )
 from kvrsim.choices import ALL_OPTIONS, DEPLOY_ENGINES, DEVICES, FEW_OPTIONS, RANK_BACKENDS
 from kvrsim.cli.help import Place
-from kvrsim.errors import InputError
+from kvrsim.errors import ABSENT, InputError
 from kvrsim.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def takes(
                         raise InputError(name, value, f"the option or the argument, not both ({both})")
                     options[name] = value
                 elif name not in options and declared[name].default is REQUIRED:
-                    raise InputError(name, "nothing", declared[name].help)
+                    raise InputError(name, ABSENT, declared[name].help)
             parts = [group.take(options, fixed) for group in groups]
             rest = {one.name: one.default.read(options.get(one.name), one.name) for one in own}
             function(*parts, **rest)

@@ -44,7 +44,7 @@ from typing import (
     get_type_hints,
 )
 
-from kvrsim.errors import InputError
+from kvrsim.errors import ABSENT, InputError
 from kvrsim.io.files import read_text, write_atomically
 from kvrsim.units import MAX_TOKENS
 
@@ -201,8 +201,8 @@ class JsonObject:
 
     def error(self, key: str, accepted: str, value: object = _REQUIRED) -> InputError:
         """Error for the value of a key; `value`: the wrong part, if only a part is wrong."""
-        value = self.fields.get(key, "nothing") if value is _REQUIRED else value
-        text = value if isinstance(value, str) else json.dumps(value)
+        value = self.fields.get(key, ABSENT) if value is _REQUIRED else value
+        text = value if isinstance(value, str) or value is ABSENT else json.dumps(value)
         return InputError(f"{self.where}: {self.key_path}{key}", text, accepted)
 
     def has(self, key: str) -> bool:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvrsim.errors import InputError
+from kvrsim.errors import ABSENT, InputError
 from kvrsim.io.schema import NonNegative
 from kvrsim.kernels.attention import absorbing
 from kvrsim.kernels.cost import CalibratedCost, Part, RooflineCost
@@ -178,7 +178,7 @@ class SparseRates:
 
     def __post_init__(self) -> None:
         if self.keys is None and self.blocks is None:
-            raise InputError("keys", "nothing", "rates of keys, of blocks or of both")
+            raise InputError("keys", ABSENT, "rates of keys, of blocks or of both")
 
     def of(self, call: SparseCall) -> SparseKernels | None:
         """Kernels that price a call; None if kernels of this kind were not measured."""

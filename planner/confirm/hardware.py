@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvrsim.choices import RankBackend
-from kvrsim.errors import InputError
+from kvrsim.errors import ABSENT, InputError
 from kvrsim.kernels.profile import Gather
 from kvrsim.memory import memory_of
 from kvrsim.runtime import host
@@ -126,7 +126,7 @@ class Hardware:
         if strategy.query_blocks != (1,):
             if scenario.profile is None:
                 which = f"a profile of this machine, by which {strategy.name} chooses query blocks"
-                raise InputError("profile", "nothing", f"{which}; {CALIBRATE}")
+                raise InputError("profile", ABSENT, f"{which}; {CALIBRATE}")
             blocks = candidate.program.query_blocks or ()
         return RunPlan(
             strategy=run_as,

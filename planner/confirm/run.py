@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvrsim.errors import InputError
+from kvrsim.errors import ABSENT, InputError
 from kvrsim.io.schema import fields_to_json
 from kvrsim.results.question import Question
 from kvrsim.results.results import Answer, stages_to_json
@@ -125,9 +125,9 @@ def _candidate(
     """Return the strategy with its partition; raise the same InputErrors as `run_here`."""
     rule = strategy.partition_rule
     if rule == "table" and partition is None:
-        raise InputError("partition", "nothing", f"a partition: run does not read the table of {strategy.name}")
+        raise InputError("partition", ABSENT, f"a partition: run does not read the table of {strategy.name}")
     scenario = hardware.runnable(scenario, needs_profile=False)
     searches = rule == "searched-pieces" or (partition is None and rule in ("search", "pieces"))
     if searches and scenario.profile is None:
-        raise InputError("profile", "nothing", f"a profile of this machine, or `partition`; {CALIBRATE}")
+        raise InputError("profile", ABSENT, f"a profile of this machine, or `partition`; {CALIBRATE}")
     return Search(partition=partition).candidate(scenario, strategy)

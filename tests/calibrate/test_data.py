@@ -145,7 +145,7 @@ def test_each_operation_says_what_it_needs(operation: str) -> None:
     needed = {name: values[name] for name in NEEDED[operation]}
     Measurement(**fields, **needed)
     for name in needed:
-        with pytest.raises(InputError, match=rf"^{name}: got 'nothing', accepted: a value \({operation} needs"):
+        with pytest.raises(InputError, match=rf"^{name} is missing, accepted: a value \({operation} needs"):
             Measurement(**fields, **{other: value for other, value in needed.items() if other != name})
 
 
@@ -166,7 +166,8 @@ def test_a_bad_value_is_named_by_file_line_and_column(tmp_path: Path, column: st
     full = ATTENTION | {"nodes": "", "mean_s": "", "spread_s": "", "src": "", "dst": "", "messages": "", "repeats": ""}
     path = write(tmp_path / "m.csv", full, full | {column: value}, before="# a comment\n")
     message = refusal(path)
-    assert message.startswith(f"--from {path}, line 4: {column}: got '"), message
+    problem = ": got '" if value else " is missing"
+    assert message.startswith(f"--from {path}, line 4: {column}{problem}"), message
     assert accepted in message.partition("accepted: ")[2]
     assert "\n" not in message
     assert len(message) < 400

@@ -13,8 +13,9 @@ import pytest
 
 import kvrsim
 from kvrsim import arguments
-from kvrsim.arguments import MOST_VALUES, Arguments, options_of
+from kvrsim.arguments import MOST_VALUES, Arguments, ScenarioArgs, ScenariosArgs, options_of
 from kvrsim.choices import SECTIONS
+from kvrsim.errors import InputError
 
 SMALL: dict[str, Any] = {"ctx": 512, "gpus": 2, "profile": "roofline"}
 
@@ -114,3 +115,25 @@ def test_every_field_is_described_with_the_values_that_its_check_accepts() -> No
             assert [option.check(word, name) for word in option.metavar.split("|")]
             with pytest.raises(kvrsim.InputError, match=", ".join(option.metavar.split("|"))):
                 option.check("nonsense", name)
+
+
+@pytest.mark.parametrize("several", ["32k,64k,128k", "32k-128k", "1k:64k:x4"])
+def test_a_question_of_one_context_names_the_command_for_several(several: str) -> None:
+    with pytest.raises(InputError, match=r"ctx: got .*kvrsim map --ctx"):
+        ScenarioArgs(ctx=several)
+
+
+@pytest.mark.parametrize(("share", "cached"), [("0%", 0), ("90%", 58982), ("12.5%", 8192)])
+def test_a_share_of_the_context_may_be_cached(share: str, cached: int) -> None:
+    assert ScenarioArgs(ctx="64k", cached_prefix=share).cached_prefix == cached
+
+
+@pytest.mark.parametrize("share", ["100%", "-1%", "%", "a%"])
+def test_a_share_that_leaves_no_token_is_refused(share: str) -> None:
+    with pytest.raises(InputError, match="cached_prefix: got"):
+        ScenarioArgs(ctx="64k", cached_prefix=share)
+
+
+def test_a_share_needs_one_context() -> None:
+    with pytest.raises(InputError, match=r"cached_prefix: got .*single context"):
+        ScenariosArgs(ctx="1k,2k", cached_prefix="50%")

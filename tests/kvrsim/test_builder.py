@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import kvrsim
 from kvrsim.builder import PAPER_MODELS
 from kvrsim.cli import main as cli
+from kvrsim.hardware import builtin_gpus
 from kvrsim.kernels.attention import FlashRates
 from kvrsim.kernels.profile import builtin_profiles, load_profile
 from kvrsim.model.load import builtin_models, load_model
@@ -117,6 +119,35 @@ def test_a_size_is_a_cluster(size: str, gpu: str, num_gpus: int, per_node: int |
         assert one.cluster.network == kvrsim.load_cluster("h100-2x8-ndr400").network
 
 
+@pytest.mark.parametrize(
+    ("size", "meant"),
+    [("8h100", "8xh100"), ("8xh1000", "8xh100"), ("2x8xh10", "2x8xh100"), ("4xgh200", "4xh200"), ("8b200", "8xb200")],
+)
+def test_a_misspelt_size_suggests_one_that_is_a_cluster(size: str, meant: str) -> None:
+    with pytest.raises(kvrsim.InputError, match="cluster: got") as caught:
+        scenario("llama-3.1-8b", size)
+    assert caught.value.guess == meant
+    assert f"did you mean {meant}?" in str(caught.value)
+    assert scenario("llama-3.1-8b", meant)[0].num_gpus >= 4
+
+
+def test_an_unknown_gpu_lists_the_known_ones() -> None:
+    with pytest.raises(kvrsim.InputError, match="cluster: got 'mi300x'") as caught:
+        scenario("llama-3.1-8b", "mi300x")
+    assert caught.value.guess is None
+    assert all(gpu in str(caught.value) for gpu in builtin_gpus())
+
+
+@pytest.mark.parametrize(("cluster", "gpus"), [("8xh100", 9), ("2xh100", 4), ("4xl40s", 3), ("a100-nvlink", 100)])
+def test_more_gpus_than_a_switch_has_name_a_cluster_that_has_them(cluster: str, gpus: int) -> None:
+    try:
+        assert scenario("llama-3.1-8b", cluster, gpus=gpus)[0].num_gpus == gpus
+    except kvrsim.InputError as error:
+        proposed = re.search(r"`cluster` (\S+),", error.accepted)
+        assert proposed is not None
+        assert scenario("llama-3.1-8b", proposed[1], gpus=gpus)[0].num_gpus == gpus
+
+
 @pytest.mark.parametrize("size", ["0xh100", "9x9xh100", "2x8xz100", "8x", "1x2x3xh100"])
 def test_what_is_no_size_is_refused(size: str) -> None:
     with pytest.raises(kvrsim.InputError, match="cluster: got"):
@@ -143,9 +174,9 @@ def test_model_and_cluster_may_be_arguments(capsys: pytest.CaptureFixture[str]) 
 )
 def test_what_others_pay_for_has_no_default_model(command: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*command]) == 2
-    assert "--model: got 'nothing'" in capsys.readouterr().err
+    assert "--model is missing" in capsys.readouterr().err
     assert cli.main([*command, "--model", "llama-3.1-8b"]) == 2
-    assert "--cluster: got 'nothing'" in capsys.readouterr().err
+    assert "--cluster is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("factor", "is_limit"), [(2.0, False), (1.0, True), (0.9, False), (0.1, True)])

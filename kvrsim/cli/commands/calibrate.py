@@ -30,7 +30,7 @@ from kvrsim.cli.options import JSON, output, require_torch, takes, writable
 from kvrsim.cli.output import print_json, print_result, warn_notes
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Facts, Part, facts, show
-from kvrsim.errors import InputError
+from kvrsim.errors import ABSENT, InputError
 from kvrsim.io.schema import fields_to_json
 from kvrsim.text import printable
 from kvrsim.units import format_seconds, parse_bytes, parse_seconds
@@ -462,7 +462,7 @@ def prefills(
         if check and value is not None:
             raise InputError(parameter, value, "nothing with --check, which fits no profile")
     if not check and output is None:
-        raise InputError("output", "nothing", "a file for the profile, such as mine.json; or --check, which needs none")
+        raise InputError("output", ABSENT, "a file for the profile, such as mine.json; or --check, which needs none")
     with Progress() as progress:
         cases = cases_of(args, files, progress)
         warn_notes(cases.notes)

@@ -13,7 +13,7 @@ from kvrsim.cli.options import HardwareArgs, OutputArgs, PageArgs, hardware_of, 
 from kvrsim.cli.output import print_answer, print_json, print_result, warn_once, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Part, facts, header, headline, likely, note_rows
-from kvrsim.errors import InputError, KvrsimError
+from kvrsim.errors import ABSENT, InputError, KvrsimError
 from kvrsim.io.files import is_first_rank
 from kvrsim.units import format_seconds, parse_share
 from kvrsim.views.table import Text
@@ -88,7 +88,7 @@ def confirm(
     if options.output is not None and not options.search:
         raise InputError("output", options.output, "nothing without --search, which writes a partition table")
     if args.profile is None:
-        raise InputError("profile", "nothing", "a profile of this machine; kvrsim calibrate all makes one")
+        raise InputError("profile", ABSENT, "a profile of this machine; kvrsim calibrate all makes one")
     from kvrsim.builder import build_scenario
 
     scenario, warnings = build_scenario(args)
@@ -99,7 +99,7 @@ def confirm(
             if value:
                 raise InputError(name, value, "nothing with --search, which measures partitions")
         if options.output is None:
-            raise InputError("output", "nothing", "a file for the partition table that --search writes")
+            raise InputError("output", ABSENT, "a file for the partition table that --search writes")
         for warning in warnings:
             warn_once(warning)
         _search(scenario, machine, options.minutes, Path(options.output), json=answer.json)

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvrsim.arguments import Option, PlanArgs, ScenarioArgs, options_of
 from kvrsim.choices import ATTENTIONS, DEPLOY_ENGINES, DTYPES, PREFIX_PLACEMENTS, TOPOLOGIES
-from kvrsim.errors import InputError
+from kvrsim.errors import ABSENT, InputError
 from kvrsim.io.schema import shipped_files
 from kvrsim.views.page import Html, tag
 
@@ -93,7 +93,7 @@ def checked(question: Mapping[str, str]) -> dict[str, str]:
     if ".py" in question.get("strategies", ""):
         raise InputError("strategies", question["strategies"], "names; a file is for the command line")
     if "ctx" not in question:
-        raise InputError("ctx", "nothing", "a context length, such as 16k")
+        raise InputError("ctx", ABSENT, "a context length, such as 16k")
     return dict(question)
 
 

@@ -119,7 +119,7 @@ def test_the_mean_of_several_users_becomes_one_prefill(tmp_path: Path) -> None:
         ("ttft_s,context_len,model,dtype\n0.1,1k,llama-2-7b,int3\n", "line 2: dtype: got 'int3', accepted: fp16"),
         ("ttft_s,context_len,model,concurrency\n0.1,1k,llama-2-7b,8\n", "line 2: tpot_s"),
         ("ttft_s,context_len,model,concurrency,tpot_s\n0.1,1k,llama-2-7b,8,1\n", "line 2: ttft_s: got '0.1'"),
-        ("ttft_s,context_len\n0.1,1k\n", "line 2: model: got 'nothing', accepted: a value, or one for all rows"),
+        ("ttft_s,context_len\n0.1,1k\n", "line 2: model is missing, accepted: a value, or one for all rows"),
     ],
 )
 def test_mistakes_name_line_and_column(tmp_path: Path, text: str, message: str) -> None:

@@ -132,3 +132,27 @@ MEANT = {
 def test_what_was_meant(line: str, meant: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     err = refusal(capsys, *shlex.split(line))
     assert err.endswith(f"; did you mean {meant}?\n") if meant else "did you mean" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (("plan",), "--ctx is missing"),
+        (("simulate", "--ctx", "1k"), "--strategy is missing"),
+        (("capacity", "llama-3.1-8b", "8xh100", "--slo-ttft", "1s"), "--requests is missing"),
+        (("plan", "--ctx", "1k", "--strategies", "kvr-p"), "--table is missing"),
+        (("models", "show"), "NAME|PATH is missing"),
+        (("plan", "--ctx"), "--ctx: its value is missing"),
+    ],
+)
+def test_what_is_not_given_is_missing(words: tuple[str, ...], missing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A value that the user has not written is never quoted."""
+    line = refusal(capsys, *words)
+    assert line.startswith(f"kvrsim: error: {missing}, accepted: ")
+    assert "nothing'" not in line
+
+
+def test_what_is_no_name_has_no_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty.csv").write_text("arrival_s,context_tokens\n", encoding="utf-8")
+    question = ("capacity", "llama-3.1-8b", "8xh100", "--slo-ttft", "1s")
+    assert "did you mean" not in refusal(capsys, *question, "--requests", tmp_path / "empty.csv")

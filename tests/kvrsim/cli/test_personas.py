@@ -48,7 +48,7 @@ ENGINEER = (
 )
 PLANNER = (
     ("capacity {fleet} --tpot 50ms --price-per-gpu-hour 2.5", 0, ("prefill + ", " decode = ", "$ a month", "engines:")),
-    ("capacity --requests trace.csv --slo-ttft 2s", 2, ("--model: got 'nothing'",)),
+    ("capacity --requests trace.csv --slo-ttft 2s", 2, ("--model is missing",)),
     ("capacity {fleet}", 0, ("for prefill only", "interval:")),
     ("capacity {fleet} --percentile 99.9 --only-deployable vllm", 0, ("99.9 %",)),
     ("capacity {fleet} --columns timestamp=timestamp,context=prompt_tokens", 0, ("answer:",)),

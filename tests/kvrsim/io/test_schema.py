@@ -100,7 +100,7 @@ def test_defaults_comments_and_white_space() -> None:
         ({"inner": [{"rows": [1.5], "span": [1, 2]}]}, "inner[0].rows[0]: got '1.5', accepted: a whole number from 1"),
         ({"inner": [{"rows": [2, 1], "span": [1, 2]}]}, "inner[0].rows: got '[2, 1]', accepted: rising whole numbers"),
         ({"inner": [{"rows": [], "span": [1]}]}, "inner[0].span: got '[1]', accepted: an array of 2"),
-        ({"inner": [{"rows": []}]}, "inner[0].span: got 'nothing', accepted: an array of 2"),
+        ({"inner": [{"rows": []}]}, "inner[0].span is missing, accepted: an array of 2"),
         ({"inner": [{"rows": [], "span": [1, 2], "kind": "c"}]}, "inner[0].kind: got 'c', accepted: a or b"),
         ({"by_name": {"k": {"rows": [], "span": [1, 2], "no": 1}}}, "key in by_name.k: got 'no', accepted: rows, span"),
         ({"either": 7}, "accepted: an object ({...}) or an object ({...}) or a text, or null"),

@@ -97,10 +97,10 @@ def test_import_reads_several_sources(files: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("fit --compute compute.csv", "--output: got nothing"),
+        ("fit --compute compute.csv", "--output is missing"),
         ("fit --compute links.csv -o p.json", "--gpu: got 'nothing for no gemm or attention rows'"),
         ("fit --compute compute.csv -o missing/p.json", "--output: got 'missing/p.json'"),
-        ("import -o p.json", "SOURCE...: got nothing"),
+        ("import -o p.json", "SOURCE... is missing"),
         ("import compute.csv?colour=red -o p.json", "SOURCE...: got 'compute.csv?colour=red'"),
         ("bake", "command of kvrsim calibrate: got 'bake', accepted: compute, links, all, fit, import"),
     ],

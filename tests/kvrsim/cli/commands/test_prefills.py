@@ -123,7 +123,7 @@ def test_a_time_that_no_gpu_reaches_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (("rows.csv",), "--output: got 'nothing', accepted: a file for the profile, such as mine.json; or --check"),
+        (("rows.csv",), "--output is missing, accepted: a file for the profile, such as mine.json; or --check"),
         (("rows.csv", "--check", "-o", "mine.json"), "--output: got 'mine.json', accepted: nothing with --check"),
         (("engine.json", "--check"), "prefills engine.json: keys: got"),
         (("rows.csv", "--check", "--profile", "roofline"), "--profile: got 'roofline', accepted: a calibration"),
