@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MOST_CELL_S = 900  # stops a cell that hangs; much longer than any cell needs, also on a busy machine
 SAYS = {
-    "01-from-a-trace-to-a-fleet": "GPUs a group:",
+    "01-from-a-trace-to-a-fleet": "asked again:",
     "02-the-papers-story": "no partition of KV-Runahead is below",
     "03-a-slower-network": "10 x slower:",
     "04-my-engine-my-plan": "% before,",

@@ -45,7 +45,9 @@ _USUAL = ("single", "tsp", "kvr-s", "ring", "striped", "zigzag-ring", "zigzag", 
 _ON_A_BUS = ("single", "tsp", "kvr-s", "tp")  # strategies on a bus; simulating more takes four times as long
 _LENGTHS_PER_DOUBLING = 8  # number of simulated lengths; times between them are interpolated
 _FIRST_PREFIX, _PREFIX_STEP = 512, 4  # cached prefixes that are simulated: 0, 512, 2k, 8k, ...
-_TILE = 128  # rows of an attention kernel's tile, tokens
+_TILE = 128  # rows of a kernel's tile, tokens
+_MOST_SHARING = 8  # ranks that share a prompt evenly reach the next tile within so many tokens, one after the other
+_TILES_PER_DOUBLING = 16  # most steps of tiles that are simulated between two powers of two
 _BLENDS = (0.0, 0.5, 1.0)  # interpolation weights between the searched shares of the shorter and the longer length
 _FAR = 8.0  # the slack of a rank is measured with a delay of this number of longest prefills
 _TIE = 1e-9  # relative; the first strategy is chosen if TTFTs differ by less
@@ -174,6 +176,23 @@ class TimeGrid:
             most_new_tokens=most,
         )
 
+    def on(self, lengths: Lengths, finer: Lengths) -> TimeGrid:
+        """This grid of one strategy at finer lengths: times are interpolated.
+
+        Ranks finish as late, and have as little slack, as at the lengths around each finer one.
+        """
+        low = np.searchsorted(lengths, finer, side="right") - 1
+        high = np.searchsorted(lengths, finer)
+        ttft_s = log_interp(finer, lengths, self.ttft_s)
+        slack = self.slack_s / self.ttft_s[:, None]
+        return replace(
+            self,
+            strategy=self.strategy[:1] * len(finer),
+            ttft_s=ttft_s,
+            finish=np.maximum(self.finish[low], self.finish[high]),
+            slack_s=np.minimum(slack[low], slack[high]) * ttft_s[:, None],
+        )
+
 
 class Prefills:
     """Simulates one strategy on the GPUs of a scenario; raises InputError if GPUs or model do not allow it.
@@ -207,7 +226,11 @@ class Prefills:
         """
         if not self._fits(shorter_prefix, Partition.even(self.num_ranks, self.num_ranks)):
             return None
-        padded = np.maximum(lengths, self.num_ranks)  # each rank needs at least one token
+        # Chains and pipelines cost most to simulate, and tiles of kernels change their times least.
+        simulated = lengths
+        if overlaps(self.strategy):
+            simulated = simulated_lengths(int(lengths[0]), int(lengths[-1]))
+        padded = np.maximum(simulated, self.num_ranks)  # each rank needs at least one token
         partition_at: Callable[[int], Partition]
         if self.strategy.pipeline is not None:
             pieces = self.pieces(padded, cached_prefix)
@@ -226,13 +249,14 @@ class Prefills:
         def is_within(new_tokens: int) -> bool:
             return self._fits(cached_prefix, partition_at(max(new_tokens, self.num_ranks)))
 
-        return TimeGrid(
-            strategy=(self.strategy.name,) * len(lengths),
+        grid = TimeGrid(
+            strategy=(self.strategy.name,) * len(simulated),
             ttft_s=ttft_s,
             finish=finish_s / ttft_s[:, None],
             slack_s=slack_s,
             most_new_tokens=largest(is_within, longest),
         )
+        return grid if simulated is lengths else grid.on(simulated, lengths)
 
     def at(self, cached_prefix: int, new_tokens: int) -> Scenario:
         """The scenario of one prompt."""
@@ -395,7 +419,7 @@ class ServiceTimes:
     def __init__(self, scenario: Scenario, longest_new: int, longest_prefix: int, policy: StrategyPolicy) -> None:
         self.scenario, self.policy = scenario, policy
         self.longest_new, self.longest = longest_new, longest_new + longest_prefix
-        self.lengths = simulated_lengths(1, _power_above(longest_new))
+        self.lengths = with_tiles(simulated_lengths(1, _power_above(longest_new)))
         self.prefixes = _simulated_prefixes(longest_prefix)
         self._grids: dict[GroupType, tuple[TimeGrid, ...]] = {}
         self._of_strategies: dict[tuple[int, str, int], TimeGrid | None] = {}  # key: GPUs, name and cached prefix
@@ -424,8 +448,8 @@ class ServiceTimes:
 
     def is_for(self, longest_new: int, longest_prefix: int) -> bool:
         """Whether these service times equal those for workloads with other longest lengths."""
-        grid = self.lengths.tolist(), self.prefixes
-        return grid == (simulated_lengths(1, _power_above(longest_new)).tolist(), _simulated_prefixes(longest_prefix))
+        prefixes = _simulated_prefixes(longest_prefix)
+        return (self.lengths[-1], self.prefixes) == (_power_above(longest_new), prefixes)
 
     def under(self, policy: StrategyPolicy) -> Self:
         """The service times under another policy; both objects share the simulation results."""
@@ -625,6 +649,24 @@ def simulated_lengths(least: int, most: int) -> Lengths:
     ends = np.floor(np.log2(least)) * _LENGTHS_PER_DOUBLING, np.ceil(np.log2(most)) * _LENGTHS_PER_DOUBLING
     inner = np.rint(2.0 ** (np.arange(ends[0], ends[1] + 1) / _LENGTHS_PER_DOUBLING)).astype(np.int64)
     return np.unique(np.concatenate([[least, most], inner[(inner > least) & (inner < most)]]))
+
+
+def with_tiles(lengths: Lengths) -> Lengths:
+    """The lengths, and both sides of the steps that whole tiles of a kernel make in the times, up to the last length.
+
+    A step is at each multiple of a tile or, where there would be more than _TILES_PER_DOUBLING, of that share of a
+    power of two.
+    """
+    ends: list[int] = []
+    step, most = _TILE, int(lengths[-1])
+    while not ends or ends[-1] < most:
+        last = ends[-1] if ends else 0
+        ends.append(last + step)
+        if ends[-1] >= 2 * _TILES_PER_DOUBLING * step:
+            step *= 2
+    tiles = np.array(ends, dtype=np.int64)
+    inner = np.concatenate([tiles, tiles + 1, tiles + _MOST_SHARING])
+    return np.unique(np.concatenate([lengths, inner[(inner > lengths[0]) & (inner < most)]]))
 
 
 def _simulated_prefixes(longest: int) -> tuple[int, ...]:
