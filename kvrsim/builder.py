@@ -226,7 +226,7 @@ def _with_links(
     link_notes: tuple[str, ...] = ()
     if profile is not None and measured is not None:
         as_measured = LinkSpec(
-            name=datasheet if datasheet == _MEASURED else f"{datasheet}, {_MEASURED}",
+            name=_name_of(datasheet, has_messages=_has_times(profile, "send_recv")),
             bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s,
             latency_s=measured.latency_s,
             source=link.source,
@@ -248,6 +248,13 @@ def _with_links(
         of = profile.links.link if _has_measured(profile, profile.links.link) else "none"
         return machine, (note("links, nominal", link=datasheet, profile=profile.name, measured=of),)
     return machine, link_notes
+
+
+def _name_of(datasheet: str, *, has_messages: bool) -> str:
+    """Name of a link whose collectives were measured; its bandwidth and latency are those of single messages."""
+    if datasheet == _MEASURED:
+        return datasheet
+    return f"{datasheet}, {_MEASURED}" if has_messages else f"{datasheet}, by its datasheet"
 
 
 def _has_measured(profile: CalibrationProfile, link: str) -> bool:

@@ -45,7 +45,13 @@ from planner.deploy_engines import engines_with, launching_engine, layout_on_gpu
 from planner.outlook import promise_of
 from planner.search.bound import lower_bound_s
 from planner.search.search import search
-from planner.uncertainty.intervals import is_indistinguishable, layout_notes, measured_coverage, provenance
+from planner.uncertainty.intervals import (
+    coverage_notes_of,
+    is_indistinguishable,
+    layout_notes,
+    measured_coverage,
+    provenance,
+)
 
 # Modules for noise, tables and plans that do not fit are imported on use, because each import slows down every start.
 if TYPE_CHECKING:
@@ -332,6 +338,7 @@ class Ranking:
                 for one in self.candidates
                 if one.search is not None and one.search.report.limit is not None
             ),
+            *coverage_notes_of(self.scenario),
             *layout_notes(self.best.per_rank, self.best.strategy),
             *prefix_access_notes(self.candidates),
             *self._even_chunks_note(),

@@ -14,7 +14,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy, label_of
 from kvrsim.strategies.pipeline import layers_of, tokens_of
 from planner.candidates import Candidate, Search, prefix_access_notes
-from planner.uncertainty.intervals import interval_of, layout_notes, measured_coverage
+from planner.uncertainty.intervals import coverage_notes_of, interval_of, layout_notes, measured_coverage
 
 if TYPE_CHECKING:
     from planner.uncertainty.noise import Disturbance
@@ -92,7 +92,13 @@ def run_simulation(
         query_blocks=candidate.query_blocks,
         interval_coverage=measured_coverage(scenario),
         interval_causes=interval.causes(),
-        warnings=(*warnings, *layout_notes(per_rank, own), *prefix_access_notes([candidate]), *table_notes),
+        warnings=(
+            *warnings,
+            *coverage_notes_of(scenario),
+            *layout_notes(per_rank, own),
+            *prefix_access_notes([candidate]),
+            *table_notes,
+        ),
         timeline=spans if "timeline" in record else None,
         breakdown=table,
         noise=None if disturbance is None else disturbance.noise,

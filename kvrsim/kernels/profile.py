@@ -158,6 +158,15 @@ class ValidRange:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LinkCoverage:
+    """Share of TTFTs on a link that the profile was not fitted to which lie inside their prediction intervals."""
+
+    bytes_per_s: NonNegative  # bandwidth of the link, as given
+    coverage: RelativeError
+    num_rows: Whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Residual:
     """Errors of the profile's predictions, as fractions of the measured TTFT.
 
@@ -176,6 +185,7 @@ class Residual:
     more_gpus_mape: RelativeError  # error on 8 GPUs, predicted by a fit to at most 4 GPUs
     num_rows: int
     layouts: LayoutKinds | None = None  # ways in which the rows divide a prefill over GPUs; None: not recorded
+    links: tuple[LinkCoverage, ...] = ()  # coverage on links other than the measured ones
 
 
 Gather = Literal["ring", "collective"]  # kind of all-gather: sends between neighbours, or the backend's own

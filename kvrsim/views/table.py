@@ -295,13 +295,19 @@ def promise_sentences(plan: Plan, promise: Promise) -> Iterator[str]:
     The first half of each sentence is about the estimate, and "90 % sure" about the error of the prediction.
     """
     best = plan.first
-    sure = f"{promise.confidence * 100:g} % sure"
+    coverage = plan.interval_coverage
+    is_kept = coverage is None or coverage >= _CLAIMED[0]
+    sure = f"{promise.confidence * 100:g} % sure" if is_kept else "at the upper end of the interval"
     noise = "" if promise.under_noise is None else ", on average under the noise"
     faster = ""
     if plan.yardstick is not None and best.speedup is not None and round(best.speedup, 2) != 1:
         faster = f", {best.speedup:.2f}× as fast as {baseline_title(plan.yardstick)}"
     expected = f"Expect {format_seconds(promise.expected_s)} idle{noise}{faster}"
-    yield f"{expected}; {sure} that it is below {format_seconds(promise.high_s)}."
+    if coverage is None or is_kept:
+        yield f"{expected}; {sure} that it is below {format_seconds(promise.high_s)}."
+    else:
+        held = f"such intervals held only {coverage * 100:.0f} % of published TTFTs"
+        yield f"{expected}; {sure} {format_seconds(promise.high_s)}, but {held}."
     if (noisy := promise.under_noise) is not None:
         yield f"{_share_text(noisy)} under the noise; {_sure_text(noisy, sure)}."
     if (rated := promise.at_rate) is not None:
@@ -332,7 +338,7 @@ def _target_text(promise: Promise, sure: str) -> str:
     assert promise.expected_most_rate_per_s is not None
     target = f"the target of {format_seconds(promise.slo_s)}"
     if promise.meets:
-        verdict = f"It is {sure} that this meets {target}"
+        verdict = f"This meets {target}, {sure}"
     elif promise.expected_meets:
         verdict = f"This is expected to meet {target}, but not {sure}"
     else:

@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvrsim.engine import DEVIATES_OF_80_PERCENT, SHORT_TOKENS, Engine
+from kvrsim.kernels.profile import LinkCoverage, Residual
 from kvrsim.layout import LAYOUT_KINDS
 from kvrsim.notes import note
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
+from kvrsim.units import format_bandwidth
 from planner.uncertainty.sensitivities import (
     Sensitivities,
     Sensitivity,
@@ -24,6 +26,8 @@ from planner.uncertainty.sensitivities import (
     sensitivities,
     unmeasured_layouts,
 )
+
+_SAME_DECADE = 0.5  # largest log10 of a ratio of bandwidths for which coverage on one link is that of the other
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,13 +81,35 @@ def is_indistinguishable(faster: Sensitivities, slower: Sensitivities, faster_s:
 def measured_coverage(scenario: Scenario) -> float | None:
     """Share of held-out TTFTs inside their prediction intervals; None: not measured."""
     residual, request = end_to_end_residual(scenario), scenario.request
-    if residual is not None:
+    if residual is not None and (scenario.links_are_measured or scenario.num_gpus == 1):
         return residual.coverage
+    if residual is not None:
+        on_link = link_coverage(scenario, residual)
+        return None if on_link is None else on_link.coverage
     fit = None if scenario.engine is None else scenario.engine.fit
     if fit is None:
         return None
     is_short = request.batch * request.new_tokens < SHORT_TOKENS
     return fit.short_coverage if is_short and fit.short_coverage is not None else fit.coverage
+
+
+def link_coverage(scenario: Scenario, residual: Residual) -> LinkCoverage | None:
+    """The coverage on the link that is most like the scenario's; None: no bandwidth is within the same decade."""
+    bytes_per_s = scenario.cluster.link.bandwidth_bytes_per_s
+    apart = {one: abs(math.log10(one.bytes_per_s / bytes_per_s)) for one in residual.links}
+    nearest = min(apart, key=lambda one: apart[one], default=None)
+    return nearest if nearest is not None and apart[nearest] <= _SAME_DECADE else None
+
+
+def coverage_notes_of(scenario: Scenario) -> Iterator[str]:
+    """A note on links where the intervals held too few or too many of the TTFTs."""
+    residual = end_to_end_residual(scenario)
+    if residual is None or scenario.links_are_measured or scenario.num_gpus == 1:
+        return
+    on_link = link_coverage(scenario, residual)
+    if on_link is not None:
+        rate = format_bandwidth(on_link.bytes_per_s)
+        yield note("links, coverage", rows=on_link.num_rows, rate=rate, share=on_link.coverage)
 
 
 def layout_notes(scenario: Scenario, strategy: Strategy) -> Iterator[str]:

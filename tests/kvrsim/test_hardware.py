@@ -288,6 +288,8 @@ def test_collectives_are_as_measured_where_single_messages_are_not() -> None:
     assert scenario.cluster.link.all_reduce == scenario.profile.links.all_reduce
     assert scenario.cluster.link.bandwidth_bytes_per_s == load_cluster("b200-nvlink5").link.bandwidth_bytes_per_s
     assert any(note.startswith("links: nominal figures of nvlink5 for single messages") for note in notes)
+    assert "measured" not in scenario.cluster.describe()  # the figures beside the name are those of messages
+    assert "measured" in make_scenario(ctx=4096, gpus=4, cluster="8xh100")[0].cluster.describe()
 
 
 TWO_PROTOCOLS = GatherRates(

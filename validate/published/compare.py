@@ -82,7 +82,7 @@ def _row(fields: dict[str, str]) -> Row:
 
 
 MOST_MAPE = 0.05  # largest mean error of the rows used for calibration; a larger error is a regression
-_BANDWIDTH = {"10GB/s": 10e9, "1GB/s": 1e9}  # bytes/s by link; rows at these links have GPU-direct off
+BANDWIDTH = {"10GB/s": 10e9, "1GB/s": 1e9}  # bytes/s by link; rows at these links have GPU-direct off
 _CHUNKS = {"10GB/s": "kvr-e", "1GB/s": "kvr-s"}  # strategy that is simulated for "kvr", by link
 
 
@@ -94,35 +94,36 @@ def scenario_of(row: Row) -> tuple[Scenario, str]:
     alone would last longer than the printed TTFTs. See docs/results/studies.md.
     """
     link: dict[str, Any] = {}
-    if row.link in _BANDWIDTH:
-        link = {"topology": "bus", "link_bandwidth": _BANDWIDTH[row.link], "link_latency": 10e-6}
+    if row.link in BANDWIDTH:
+        link = {"topology": "bus", "link_bandwidth": BANDWIDTH[row.link], "link_latency": 10e-6}
     scenario, _ = make_scenario(ctx=row.context_len, gpus=row.num_gpus, model=row.model, profile=row.profile, **link)
     return scenario, _CHUNKS[row.link] if row.strategy == "kvr" else row.strategy
 
 
+def check_row(row: Row) -> dict[str, Any]:
+    """A row's simulated TTFT, its interval and its error."""
+    scenario, strategy = scenario_of(row)
+    result = run_simulation(scenario, strategy=strategy)
+    return {
+        "source": row.source,
+        "case": row.case,
+        "model": row.model,
+        "profile": row.profile,
+        "link": row.link,
+        "reported_s": row.ttft_s,
+        "simulated_s": result.ttft_s,
+        "low_s": result.ttft_low_s,
+        "high_s": result.ttft_high_s,
+        "rel_error": result.ttft_s / row.ttft_s - 1,
+        "inside": row.is_inside(result.ttft_low_s, result.ttft_high_s),
+        "used_for_calibration": row.used_for_calibration,
+        "blind_until": row.blind_until,
+    }
+
+
 def run() -> dict[str, Any]:
     """All rows and their errors; "ok" is false if the mean error of the calibrated rows is above MOST_MAPE."""
-    rows: list[dict[str, Any]] = []
-    for row in read_rows():
-        scenario, strategy = scenario_of(row)
-        result = run_simulation(scenario, strategy=strategy)
-        rows.append(
-            {
-                "source": row.source,
-                "case": row.case,
-                "model": row.model,
-                "profile": row.profile,
-                "link": row.link,
-                "reported_s": row.ttft_s,
-                "simulated_s": result.ttft_s,
-                "low_s": result.ttft_low_s,
-                "high_s": result.ttft_high_s,
-                "rel_error": result.ttft_s / row.ttft_s - 1,
-                "inside": row.is_inside(result.ttft_low_s, result.ttft_high_s),
-                "used_for_calibration": row.used_for_calibration,
-                "blind_until": row.blind_until,
-            }
-        )
+    rows = [check_row(row) for row in read_rows()]
     calibrated = [row for row in rows if row["used_for_calibration"]]
     calibration = summary_of(calibrated)
     return {

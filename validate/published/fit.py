@@ -34,6 +34,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from joblib import Parallel, delayed
@@ -45,12 +46,12 @@ from kvrsim.executors.run import run_partition
 from kvrsim.io.schema import JsonObject, read, write_json
 from kvrsim.kernels.attention import EagerRates
 from kvrsim.kernels.elementwise import CacheCopies, ElementwiseRates
-from kvrsim.kernels.profile import CalibrationProfile, KernelRates, Residual, ValidRange, load_profile
+from kvrsim.kernels.profile import CalibrationProfile, KernelRates, LinkCoverage, Residual, ValidRange, load_profile
 from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from planner.search.search import search
-from validate.published.compare import DATA, Row, read_rows
+from validate.published.compare import BANDWIDTH, DATA, Row, check_row, read_rows
 
 _ABOUT = JsonObject.read(DATA / "a100_eager.json", "profile")
 _MEASURED = "a100-vidur"
@@ -281,15 +282,28 @@ def main() -> None:
         "longer_mape": ape(longer).mean(),
         "more_gpus_mape": ape(more_gpus).mean(),
     }
-    residual = Residual(
-        **{key: round(float(value), 4) for key, value in figures.items()}, num_rows=len(rows), layouts=("context",)
-    )
+    shares: Any = {key: round(float(value), 4) for key, value in figures.items()}
+    residual = Residual(**shares, num_rows=len(rows), layouts=("context",))
     profile = profile_of(constants, residual)
+    profile.write(PATH)
+    profile = replace(profile, residual=replace(residual, links=link_coverage()))
     profile.write(PATH)
     write_engine(profile)
     left_out_errors = {row.case: round(float(np.expm1(error)), 4) for row, error in crossed.items()}
     write_json(LEFT_OUT, {"source": "python -m validate.published.fit", "rel_error": left_out_errors})
     _say(f"{PATH.name}: {residual}")
+
+
+def link_coverage() -> tuple[LinkCoverage, ...]:
+    """The coverage of the shipped profile on links that it was not fitted to."""
+    inside: dict[str, list[bool]] = {link: [] for link in BANDWIDTH}
+    for row in read_rows():
+        if row.link in inside:
+            inside[row.link].append(check_row(row)["inside"])
+    return tuple(
+        LinkCoverage(bytes_per_s=BANDWIDTH[link], coverage=float(np.mean(each)), num_rows=len(each))
+        for link, each in inside.items()
+    )
 
 
 def write_engine(profile: CalibrationProfile) -> None:

@@ -25,6 +25,7 @@ from kvrsim.kernels.profile import (
     SCHEMA_VERSION,
     CalibrationProfile,
     Clock,
+    LinkCoverage,
     Residual,
     builtin_profiles,
     load_profile,
@@ -73,7 +74,14 @@ def fields() -> dict[str, Any]:
             kind: replace(any_operation(rng), interpolated_log_sd=0.1, systematic_log_sd=0.1)
             for kind in OPERATION_KINDS
         },
-        residual=Residual(**dict.fromkeys(Residual.__slots__, 0.1) | {"num_rows": 3, "layouts": ("context",)}),
+        residual=Residual(
+            **dict.fromkeys(Residual.__slots__, 0.1)
+            | {
+                "num_rows": 3,
+                "layouts": ("context",),
+                "links": (LinkCoverage(bytes_per_s=1e9, coverage=0.3, num_rows=3),),
+            }
+        ),
         provenance={"source": "drawn at random"},
         run_to_run_log_sd=0.1,
         cluster=any_cluster(rng, 4, topologies=("nodes",)),

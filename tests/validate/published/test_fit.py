@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import kvrsim
 from kvrsim.engine import load_engine
 from kvrsim.kernels.profile import load_profile
 from validate.published.compare import Row, read_rows
@@ -15,6 +16,7 @@ from validate.published.fit import (
     PRIORS,
     START,
     coverage,
+    link_coverage,
     p80_ape,
     partitions_for,
     profile_of,
@@ -64,6 +66,17 @@ def test_each_model_counts_the_same_in_the_interval() -> None:
     many = [row for row in read_rows() if row.model == "llama-7b" and row.link == "300GB/s"][:9]
     one = next(row for row in read_rows() if row.model == "falcon-7b")
     assert p80_ape({**dict.fromkeys(many, 0.0), one: np.log(1.2)}) == pytest.approx(0.2)
+
+
+def test_coverage_on_links_that_were_not_fitted_is_that_of_the_shipped_profile() -> None:
+    residual = load_profile("a100-eager").residual
+    assert residual is not None
+    assert residual.links == link_coverage()
+    for link in residual.links:
+        asked = {"ctx": "8k", "gpus": 4, "topology": "bus", "link_bandwidth": link.bytes_per_s}
+        assert kvrsim.simulate(strategy="kvr-e", **asked).interval_coverage == link.coverage
+    assert kvrsim.simulate(strategy="kvr-e", ctx="8k", gpus=4).interval_coverage == residual.coverage
+    assert kvrsim.simulate(strategy="kvr-e", ctx="8k", gpus=4, link_bandwidth="100GB/s").interval_coverage is None
 
 
 def test_the_engine_of_2023_has_the_host_of_the_profile() -> None:

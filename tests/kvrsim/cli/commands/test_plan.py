@@ -16,10 +16,12 @@ import kvrsim
 from kvrsim.hardware import load_cluster
 from kvrsim.io.schema import to_json
 from kvrsim.kernels.profile import load_profile
+from kvrsim.layout import Layout
 from kvrsim.strategies import get_strategy
 from kvrsim.units import format_seconds
 from kvrsim.views.table import TIED
 from planner import candidates
+from planner.uncertainty.sensitivities import UNMEASURED_LAYOUT
 from tests.building.commands import answer, refusal, run, screen
 
 CLUSTERS = ("switch", "bus", "chain")
@@ -129,14 +131,24 @@ def test_a_tie_goes_to_what_engines_have_with_the_fewest_stages() -> None:
     assert plan.best.engines
 
 
+def unmeasured(layout: Layout) -> set[str]:
+    """The ways to divide a prefill over GPUs that the rows of a100-eager do not have."""
+    return {kind for kind in ("tensor", "pipeline") if getattr(layout, kind) > 1}
+
+
 @pytest.mark.parametrize("strategies", [None, ["all"], ["tsp", "kvr-e", "kvr-s"]])
 def test_ties_are_the_best_ones_neighbours(strategies: list[str] | None) -> None:
-    """Strategies tie with the best one if the error of speed-ups in profile a100-eager can explain the difference."""
+    """Strategies tie with the best one if errors of speed-ups and of layouts without measurements can explain it."""
     plan = kvrsim.plan(ctx="1k", gpus=4, strategies=strategies)
     residual = load_profile("a100-eager").residual
     assert residual is not None
-    most = math.exp(1.2816 * (math.pi / 2) ** 0.5 * residual.cross_validated_speedup_mape)
-    near = {one.strategy for one in plan.strategies if one.fits and one.ttft_s <= most * plan.best.ttft_s}
+    speedups = (math.pi / 2) ** 0.5 * residual.cross_validated_speedup_mape
+    near = set()
+    for one in plan.strategies:
+        apart = unmeasured(one.layout) ^ unmeasured(plan.best.layout)  # what both have cancels
+        most = math.exp(1.2816 * math.hypot(speedups, *(UNMEASURED_LAYOUT[kind] for kind in apart)))
+        if one.fits and one.ttft_s <= most * plan.best.ttft_s:
+            near.add(one.strategy)
     assert set(plan.ties) == near - {plan.best.strategy}
     assert plan.to_dict()["best"]["ties"] == list(plan.ties)
 
