@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,10 +21,6 @@ from planner.deploy_engines import DeployEngine, deploy_engine, engines_with, la
 Role = Literal["prefill", "decode"]
 _VALUE = re.compile(r"{(\w+)}")  # placeholder in the template of a flag
 _PAGE = 128  # step sizes are multiples of this number of tokens, so that they fit all page sizes of engines (1 to 128)
-_OUTPUT_ROOM = 1024  # most output tokens for which a launch of a plan has room
-_FIRST_NODE = "FIRST_NODE"  # stands for the address of the first node
-_VARIABLES = {"node_rank": "@NODE_RANK@", "first_node": "@MASTER_ADDR@"}  # replaced by variables in a script
-_NODES_SCRIPT = "node.sh"
 _CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'  # for vLLM, both for prefill and decode
 
 
@@ -38,7 +33,6 @@ class Server:
     layout: Layout
     model: str  # the model's name for the engine
     max_len: int  # tokens of the longest sequence, its output included
-    planned: Candidate  # plan of a prefill with this layout, or of a decode step; its memory sets the memory fraction
     pieces: tuple[int, ...] = ()  # tokens of each step of a prompt; empty: the engine chooses them
     layers: tuple[int, ...] | None = None  # number of layers per stage of a pipeline; None: equal numbers
     role: Role | None = None  # role of the server if separate fleets prefill and decode
@@ -47,10 +41,8 @@ class Server:
 
     @property
     def args(self) -> tuple[str, ...]:
-        """Arguments of the launcher; on several nodes, those of the first node."""
-        return self._args(self.values)
-
-    def _args(self, values: Mapping[str, Any]) -> tuple[str, ...]:
+        """Arguments of the launcher."""
+        values = self.values
         templates = [one for one in self.engine.flags if all(values[key] for key in _VALUE.findall(one))]
         without_value = {f"{{{key}}}" for key, value in values.items() if value is True}
         words = [word for one in templates for word in one.split() if word not in without_value]
@@ -60,9 +52,9 @@ class Server:
     def values(self) -> dict[str, Any]:
         """Values of the flags. Flags with None, 0 or False are omitted; flags with True have no value."""
         layout, scenario = self.layout, self.scenario
-        dtype = scenario.request.dtype
-        step_tokens = self.step_tokens or None
-        has_ranks = self.has_ranks
+        dtype, step_tokens = scenario.request.dtype, None
+        if self.pieces:
+            step_tokens = -(-max(self.pieces) * scenario.request.batch // _PAGE) * _PAGE
         spread, context = layout.is_mixture and layout.expert_parallel > 1, layout.context > 1
         latent = context and self.engine.context_models[layout.scheme or ""][scenario.model.model_type] != "gathered"
         return {
@@ -91,58 +83,20 @@ class Server:
             "max_len": self.max_len,
             "role": self.role,
             "connector": _CONNECTOR if self.role else None,
-            "memory_fraction": f"{self.memory_fraction:.4g}",
-            "nodes": self.nodes if has_ranks else None,
-            "node_rank": "0" if has_ranks else None,
-            "first_node": _FIRST_NODE if has_ranks else None,
-            "data_on_nodes": has_ranks and layout.data > 1,
+            "memory_fraction": f"{scenario.memory_fraction:g}",
+            "nodes": self.nodes if self.nodes > 1 else None,
             "config": self.config,
         }
 
     @property
-    def longest_step(self) -> int:
-        """Tokens of the longest planned step, all sequences together; 0 if the engine chooses the steps."""
-        return max(self.pieces, default=0) * self.scenario.request.batch
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens of the engine's steps: the longest planned step, rounded up to whole pages."""
-        return -(-self.longest_step // _PAGE) * _PAGE
-
-    @property
-    def launcher(self) -> tuple[str, ...]:
-        """The launcher's command; mpirun starts TensorRT-LLM's processes on several nodes, one per GPU."""
-        if self.nodes == 1 or not self.has_mpi:
-            return self.engine.launcher
-        gpus = self.layout.num_gpus
-        processes = ("-n", str(gpus), "-N", str(gpus // self.nodes), "--hostfile", "hosts")
-        return ("mpirun", *processes, "trtllm-llmapi-launch", *self.engine.launcher)
-
-    @property
     def command(self) -> str:
-        """The command, quoted for a shell; on several nodes, that of the first node."""
-        return shlex.join([*self.launcher, *self.args])
-
-    @property
-    def script_lines(self) -> tuple[str, ...]:
-        """Lines of a shell script that starts the server, on each of its nodes."""
-        if not self.has_ranks:
-            return (f"exec {self.command}",)
-        command = shlex.join([*self.launcher, *self._args(self.values | _VARIABLES)])
-        for variable in ("NODE_RANK", "MASTER_ADDR"):
-            command = command.replace(f"@{variable}@", f'"${variable}"')
-        ranks = f"0 on the first node, up to {self.nodes - 1} on the others"
-        lines = [f': "${{NODE_RANK:?{ranks}}}"', ': "${MASTER_ADDR:?address of the first node}"']
-        if self.engine.follower_flags:
-            flags = shlex.join(self.engine.follower_flags)
-            lines.append(f'if [ "$NODE_RANK" -gt 0 ]; then set -- {flags}; else set --; fi')
-            command += ' "$@"'
-        return (*lines, f"exec {command}")
+        """The command, quoted for a shell."""
+        return shlex.join([*self.engine.launcher, *self.args])
 
     @property
     def files(self) -> Mapping[str, str]:
         """Contents of the files that the launch needs, by name."""
-        if not self.has_mpi:
+        if self.engine.name != "trtllm":
             return {}
         lines = [
             f"dtype: {self.values['dtype']}",
@@ -159,61 +113,10 @@ class Server:
         return {self.config: "\n".join([*lines, ""])}
 
     @property
-    def has_mpi(self) -> bool:
-        """Whether MPI starts the engine's processes, and a YAML file has some of its settings."""
-        return self.engine.name == "trtllm"
-
-    @property
-    def has_ranks(self) -> bool:
-        """Whether the server spans several nodes, each of which is started with its rank."""
-        return self.nodes > 1 and not self.has_mpi
-
-    @property
     def nodes(self) -> int:
         """Number of nodes that the group spans."""
         per_node = self.scenario.cluster.gpus_per_node
-        return 1 if per_node is None else -(-self.layout.num_gpus // per_node)
-
-    @property
-    def transient_bytes(self) -> tuple[int, ...]:
-        """Bytes of each GPU that are neither weights nor KV cache nor the runtime, in the longest step."""
-        planned = self.planned
-        tokens = planned.per_rank.request.new_tokens
-        if self.layout.pieces != "none":
-            tokens = max(planned.partition.chunk_lens)
-        growth = 1.0
-        if self.pieces:
-            growth = self.step_tokens / (tokens * planned.per_rank.request.batch)
-        moments = [max(rank.scores, rank.activations, rank.logits) for rank in planned.memory]
-        return tuple(
-            math.ceil(rank.gathered + growth * moment) for rank, moment in zip(planned.memory, moments, strict=True)
-        )
-
-    @property
-    def memory_fraction(self) -> float:
-        """The engine's memory fraction that stands for kvrsim's share of each GPU's memory.
-
-        vLLM: the share of the memory for everything. SGLang: the share for weights and KV cache, of the memory without
-        the runtime's. TensorRT-LLM: the share for the KV cache, of the memory that weights, runtime and activations
-        leave. The GPU with the least room decides, but weights and planned KV cache fit on each. Rounded down to four
-        digits.
-        """
-        if self.engine.name == "vllm":
-            return self.scenario.memory_fraction
-        limit = self.planned.per_rank.memory_limit
-        most = []  # the share that stays within the limit, for each GPU
-        needed = []  # the share that weights and planned KV cache need
-        for rank, transient in zip(self.planned.memory, self.transient_bytes, strict=True):
-            total = limit.gpu_memory_bytes - rank.runtime
-            room = limit.nbytes - rank.runtime - transient
-            lasting = rank.weights + rank.kv_cache
-            if self.has_mpi:
-                total -= rank.weights + transient
-                room -= rank.weights
-                lasting = rank.kv_cache
-            most.append(room / total)
-            needed.append(lasting / total)
-        return math.floor(max(min(most), *needed) * 1e4) / 1e4
+        return 1 if per_node is None else -(-self.scenario.num_gpus // per_node)
 
     @property
     def fp8_kv(self) -> bool:
@@ -232,27 +135,14 @@ class Server:
         about |= {"nodes": self.nodes > 1, "deepep": bool(self.values["deepep"])}
         yield from (engine.notes[what] for what, holds in about.items() if holds and what in engine.notes)
         if engine.name != "vllm":
-            share = {"sglang": "weights and KV cache", "trtllm": "the KV cache, of what the rest leaves free"}
-            free = format_bytes(max(self.transient_bytes))
-            yield (
-                f"the memory fraction {self.values['memory_fraction']} is for {share[engine.name]}; it keeps {free} for"
-                f" activations within --memory-fraction {scenario.memory_fraction:g}"
-            )
-        if self.pieces and self.step_tokens != self.longest_step:
-            yield (
-                f"the longest planned step has {self.longest_step} tokens; the flag has {self.step_tokens}, the next"
-                f" multiple of {_PAGE}, because pages have up to {_PAGE} tokens"
-            )
+            yield f"{engine.name}'s memory fraction does not include activations: reduce it if memory runs out"
         quantization = scenario.model.quantization
         if scenario.request.dtype == "fp8" and engine.name == "trtllm":
             yield "trtllm-serve takes FP8 from the checkpoint: quantise it first"
         elif quantization is not None and scenario.request.dtype != "fp8":
             yield f"the checkpoint is quantised ({quantization.describe()}): no flag is needed"
-        if self.has_ranks:
-            yield (
-                f"the command starts the first of {self.nodes} nodes: replace {_FIRST_NODE} by its address; the script"
-                " starts any node: NODE_RANK=0 MASTER_ADDR=ADDRESS sh SCRIPT, then with NODE_RANK=1 and so on"
-            )
+        if self.nodes > 1:
+            yield f"{self.nodes} nodes: start one process on each, with its rank and the first node's address"
         if layout.pieces == "searched" and self.pieces:
             yield f"kvrsim's pieces: {', '.join(map(str, self.pieces))} tokens"
             if len(set(self.layers or ())) > 1:
@@ -302,26 +192,15 @@ def layout_for(engine: DeployEngine, scenario: Scenario, strategy: Strategy) -> 
     raise InputError("emit", engine.name, f"{accepted}; here it has {names}")
 
 
-def longest_sequence(model: ModelSpec, tokens: int, room: int = 1) -> int:
-    """The --max-model-len for the prompt and up to `room` new tokens; InputError if the model has fewer positions."""
+def longest_sequence(model: ModelSpec, tokens: int) -> int:
+    """The --max-model-len for the prompt and one new token; raises InputError if the model has fewer positions."""
     most = model.max_position_embeddings
-    if most is None or tokens + room <= most:
-        return tokens + room
-    if tokens <= most:
+    if most is None or tokens < most:
+        return tokens + 1
+    if tokens == most:
         return most
     accepted = f"at most {most} tokens, which {model.name} has positions for; set rope scaling in its config.json first"
     raise InputError("ctx", tokens, accepted)
-
-
-def output_room(planned: Candidate) -> int:
-    """Output tokens of each sequence whose KV cache fits beside the plan; from 1 to _OUTPUT_ROOM."""
-    context_len = planned.per_rank.request.context_len
-    limit = planned.per_rank.memory_limit.nbytes
-    room = _OUTPUT_ROOM
-    for rank in planned.memory:
-        if rank.kv_cache:
-            room = min(room, (limit - rank.total) * context_len // rank.kv_cache)
-    return max(1, room)
 
 
 def launch_of(
@@ -340,40 +219,26 @@ def launch_of(
     """
     engine, own = deploy_engine(engine_name), strategy if isinstance(strategy, Strategy) else get_strategy(strategy)
     layout = layout_for(engine, scenario, own)
-    planned = Candidate(scenario=scenario, strategy=own, partition=Partition(chunk_lens=tuple(partition)))
-    _check_fits(engine, planned)
-    context_len = scenario.request.context_len
-    max_len = longest_sequence(scenario.model, context_len, output_room(planned))
+    _check_fits(scenario, engine, own, partition)
+    pieces = tuple(partition) if layout.pieces != "none" else (scenario.request.new_tokens,)
+    max_len = longest_sequence(scenario.model, scenario.request.context_len)
+    stages = None if layers is None else tuple(layers)
     server = Server(
-        engine=engine,
-        scenario=scenario,
-        layout=layout,
-        model=model,
-        max_len=max_len,
-        planned=planned,
-        pieces=tuple(partition) if layout.pieces != "none" else (scenario.request.new_tokens,),
-        layers=None if layers is None else tuple(layers),
+        engine=engine, scenario=scenario, layout=layout, model=model, max_len=max_len, pieces=pieces, layers=stages
     )
-    length = f"a sequence has up to {max_len} tokens: the prompt's {context_len} and {max_len - context_len} of output"
-    if max_len == context_len:
+    length = "the longest sequence is the prompt and one output token: add the output tokens that you need"
+    if max_len == scenario.request.context_len:
         length = f"{scenario.model.name} has {max_len} positions: the prompt must leave room for the output"
     notes, placement = [*server.notes(), length], scenario.prefix_placement
-    timed = scenario.engine
-    if timed is not None and timed.launched_as not in (None, engine.name):
-        notes.append(f"the plan's times are those of engine {timed.name}, not of {engine.name}: see --engine")
     if scenario.request.cached_prefix and placement.place != "all":
         notes.append(f"no flag here places the cached prefix ({placement.describe()}): set it up in the engine")
-    script = {}
-    if server.has_ranks:
-        script = {_NODES_SCRIPT: "\n".join(["#!/bin/sh", *server.script_lines, ""])}
-    return Launch.of(server, own.name, notes, {**script, **server.files})
+    return Launch.of(server, own.name, notes, server.files)
 
 
-def _check_fits(engine: DeployEngine, planned: Candidate) -> None:
-    """Raise InputError if the plan needs more memory than the GPUs have."""
+def _check_fits(scenario: Scenario, engine: DeployEngine, strategy: Strategy, partition: Sequence[int]) -> None:
+    """Raise InputError if the partition needs more memory than the GPUs have."""
+    planned = Candidate(scenario=scenario, strategy=strategy, partition=Partition(chunk_lens=tuple(partition)))
     if not planned.fits:
         most = format_bytes(max(memory.total for memory in planned.memory))
         limit = planned.per_rank.memory_limit.describe()
-        raise InputError(
-            "emit", engine.name, f"a plan that fits: {planned.strategy.name} needs {most} on a GPU ({limit})"
-        )
+        raise InputError("emit", engine.name, f"a plan that fits: {strategy.name} needs {most} on a GPU ({limit})")

@@ -32,7 +32,6 @@ class DeployEngine(NamedTuple):
     sources: tuple[str, ...]
     launcher: tuple[str, ...]
     flags: tuple[str, ...]  # templates of flags, with names of Server.values
-    follower_flags: tuple[str, ...]  # flags that only the nodes after the first one have
     uneven_pieces: bool  # whether a pipeline's pieces may differ in length
     context_models: Mapping[
         str, Mapping[str, str]
@@ -80,7 +79,7 @@ def deploy_engine(name: str, parameter: str = "emit") -> DeployEngine:
     if name not in DEPLOY_ENGINES:
         raise InputError(parameter, name, f"one of {', '.join(DEPLOY_ENGINES)}")
     content: dict[str, Any] = json.loads(_DATA.read_text("utf-8"))[name]
-    content |= {key: tuple(content[key]) for key in ("sources", "launcher", "flags", "follower_flags")}
+    content |= {key: tuple(content[key]) for key in ("sources", "launcher", "flags")}
     return DeployEngine(name=name, **content)
 
 

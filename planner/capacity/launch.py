@@ -50,14 +50,11 @@ def launch_of_fleet(plan: CapacityPlan, engine_name: str, *, model: str) -> Laun
     servers = list(_servers(plan, plan.answer.groups, deploy_engine(engine_name), model))
     scripts: dict[str, str] = {}
     notes = [servers[0].what]
-    if len(servers) > 1 or servers[0].server.has_ranks:
+    if len(servers) > 1:
         servers = [replace(one, server=replace(one.server, config=f"{one.name}.yaml")) for one in servers]
-        scripts = {
-            f"{one.name}.sh": "\n".join(["#!/bin/sh", f"# {one.what}", *one.server.script_lines, ""]) for one in servers
-        }
+        scripts = {f"{one.name}.sh": f"#!/bin/sh\n# {one.what}\nexec {one.server.command}\n" for one in servers}
         notes = [f"{one.name}.sh: {one.what}" for one in servers]
-        if len(servers) > 1:
-            notes.append("the arguments are those of the first script; add --host and --port")
+        notes.append("the arguments are those of the first script; add --host and --port")
     if len(plan.answer.groups) > 1:
         notes.append(f"a router sends each prompt to the servers of its length: {plan.request.dispatch}")
     notes += [note for one in servers for note in (*one.notes, *one.server.notes())]
@@ -102,7 +99,6 @@ def _servers(
                 layout=layout,
                 model=model,
                 max_len=max_len,
-                planned=longest,
                 pieces=pieces,
                 layers=longest.strategy.stage_layers,
                 role=None if decoders is None else "prefill",
@@ -111,19 +107,16 @@ def _servers(
             notes=tuple(notes),
         )
     if decoders is not None:
-        step = replace(plan.scenario.request, context_len=max(decoders.batch, 1), cached_prefix=0, batch=1)
-        here = replace(plan.scenario.on_gpus(decoders.gpus_per_group), request=step)
-        strategy = get_strategy(decoders.strategy)
+        here = plan.scenario.on_gpus(decoders.gpus_per_group)
         servers = _count(decoders.replicas, decoders.gpus_per_group, decoders.strategy)
         yield _Servers(
             name="decode",
             server=Server(
                 engine=engine,
                 scenario=here,
-                layout=layout_for(engine, here, strategy),
+                layout=layout_for(engine, here, get_strategy(decoders.strategy)),
                 model=model,
                 max_len=max_len,
-                planned=Search().candidate(here, strategy),
                 role="decode",
                 max_sequences=decoders.batch,
             ),

@@ -22,7 +22,7 @@ from numpy.random import Generator
 from kvrsim.errors import KvrsimError
 from kvrsim.io.journal import Journal
 from validate.report import RESULTS, fill, numbers_table, write_page
-from validate.statements import plans
+from validate.statements import fleets, launches, plans, promises
 from validate.statements.claims import Claim, Options, command_of
 from validate.statements.questions import draw_plan, draw_tight
 
@@ -49,15 +49,37 @@ FAMILIES = {
         ask=plans.PlannedCase.ask,
         checks={
             "fits": plans.check_fits,
-            "cannot fit": plans.check_misfits,
             "best": plans.check_best,
             "tie": plans.check_tie,
             "bound": plans.check_bound,
             "extrapolated": plans.check_extrapolated,
+            "promise": promises.check_idle,
+            "advice": promises.check_advice,
+            "launch": launches.check_launch,
         },
     ),
     "misfits": Family(
         command="plan", draw=draw_tight, ask=plans.PlannedCase.ask, checks={"nothing fits": plans.check_nothing_fits}
+    ),
+    "rates": Family(
+        command="plan", draw=promises.draw_rate, ask=plans.PlannedCase.ask, checks={"at rate": promises.check_rate}
+    ),
+    "noise": Family(
+        command="plan",
+        draw=promises.draw_noise,
+        ask=plans.PlannedCase.ask,
+        checks={"under noise": promises.check_noise},
+    ),
+    "fleets": Family(
+        command="capacity",
+        draw=fleets.draw_fleet,
+        ask=fleets.FleetCase.ask,
+        checks={
+            "percentile": fleets.check_percentile,
+            "served share": fleets.check_served_share,
+            "price": fleets.check_price,
+            "growth": fleets.check_growth,
+        },
     ),
 }
 KINDS = {kind: family for family in FAMILIES.values() for kind in family.checks}

@@ -14,7 +14,7 @@ _Value = TypeVar("_Value")
 
 GPUS = ("a100-80gb", "a100-40gb", "h100", "h200", "h20", "b200", "l40s")
 NODE = 8  # GPUs of a node
-NUM_GPUS = {1: 0.1, 2: 0.14, 4: 0.16, 8: 0.36, 16: 0.14, 32: 0.05, 64: 0.02, 128: 0.01, 512: 0.01, 1024: 0.01}
+NUM_GPUS = {1: 0.15, 2: 0.2, 4: 0.25, 8: 0.33, 16: 0.05, 32: 0.01, 128: 0.005, 1024: 0.005}  # their shares
 CONTEXTS = ("1k", "2k", "4k", "5000", "8k", "16k", "22000", "32k", "64k", "128k", "256k", "1m", "10m")
 SHORT_CONTEXTS = ("1k", "4k", "16k")
 LONG_CONTEXTS = ("256k", "1m", "4m", "10m")
@@ -41,7 +41,7 @@ def draw_plan(rng: Generator) -> dict[str, str]:
     model = choose(rng, DENSE if num_gpus > LARGE else kvrsim.models())
     options = {"model": model, "cluster": cluster_name(num_gpus, choose(rng, GPUS)), "ctx": choose(rng, CONTEXTS)}
     if num_gpus > LARGE:
-        options["ctx"] = choose(rng, LONG_CONTEXTS)
+        options["ctx"] = choose(rng, ("256k", "1m"))
     if options["cluster"].endswith("xl40s"):  # a bus, on which each message is simulated
         options["ctx"] = choose(rng, SHORT_CONTEXTS)
         options["cluster"] = cluster_name(min(num_gpus, 4), "l40s")
@@ -65,7 +65,7 @@ def draw_tight(rng: Generator) -> dict[str, str]:
         options["cluster"] = cluster_name(choose(rng, (1, 2, 4, 8)), choose(rng, GPUS))
     else:
         options["ctx"] = choose(rng, LONG_CONTEXTS)
-        options["cluster"] = cluster_name(choose(rng, (1, 2, 4, 8, 16)), choose(rng, ("a100-40gb", "h100")))
+        options["cluster"] = cluster_name(choose(rng, (1, 2, 4, 8)), choose(rng, ("a100-40gb", "h100")))
         options["batch"] = choose(rng, ("1", "4", "16"))
     options.pop("cached_prefix", None)
     return options

@@ -1,0 +1,116 @@
+"""Statements of a launch: the flags that an engine gets agree with the plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvrsim.errors import InputError
+from planner.deploy import launch_of
+from validate.statements.claims import Claim
+from validate.statements.plans import Entry, PlannedCase
+from validate.statements.questions import NODE
+
+_ROUNDING = 128  # tokens to which the length of a step is rounded up
+_SIZES = {  # flags whose product is the number of GPUs, by engine
+    "vllm": (
+        "--tensor-parallel-size",
+        "--pipeline-parallel-size",
+        "--prefill-context-parallel-size",
+        "--data-parallel-size",
+    ),
+    "sglang": ("--tp-size", "--pp-size", "--dp-size"),  # its tensor size counts context and attention data ranks
+    "trtllm": ("--tp_size", "--pp_size"),
+}
+_LENGTH = {"vllm": "--max-model-len", "sglang": "--context-length", "trtllm": "--max_seq_len"}
+_STEP = {"vllm": "--max-num-batched-tokens", "sglang": "--max-prefill-tokens", "trtllm": "--max_num_tokens"}
+_NODES = {"vllm": "--nnodes", "sglang": "--nnodes"}
+_MEMORY = {
+    "vllm": "--gpu-memory-utilization",
+    "sglang": "--mem-fraction-static",
+    "trtllm": "--free_gpu_memory_fraction",
+}
+
+
+def flags_of(args: Sequence[str]) -> dict[str, str]:
+    """The flags of a launch with their values; a flag without a value has an empty text."""
+    flags: dict[str, str] = {}
+    for place, word in enumerate(args):
+        if word.startswith("--"):
+            following = args[place + 1] if place + 1 < len(args) else "--"
+            flags[word] = "" if following.startswith("--") else following
+    return flags
+
+
+def check_launch(case: PlannedCase) -> Iterator[Claim]:
+    """The launch of the fastest fitting strategy of each engine: GPUs, stages, nodes, step, length, memory."""
+    engines = {engine for entry in case.entries.values() if entry["fits"] for engine in entry["engines"]}
+    if "engine" in case.options:
+        engines &= {case.options["engine"]}
+    for engine in sorted(engines):
+        entry = next(entry for entry in case.entries.values() if entry["fits"] and engine in entry["engines"])
+        yield from _claims(case, engine, entry)
+
+
+def _claims(case: PlannedCase, engine: str, entry: Entry) -> Iterator[Claim]:
+    try:
+        launch = launch_of(
+            case.scenario,
+            engine,
+            entry["strategy"],
+            entry["partition"],
+            model=case.options["model"],
+            layers=entry.get("layers"),
+        )
+    except InputError as error:
+        longer = case.said["context_len"] > (case.scenario.model.max_position_embeddings or math.inf)
+        yield Claim(kind="launch", said=f"{engine} has {entry['strategy']}", found=f"no launch: {error}", holds=longer)
+        return
+    flags = flags_of(launch.args)
+    name = f"{engine}: {entry['strategy']}"
+    for what, said, found in _values(case, engine, entry, flags):
+        yield Claim(
+            kind="launch", said=f"{name} with {what} {said}", found=f"the plan has {found}", holds=said == found
+        )
+    step = flags.get(_STEP[engine])
+    if step is not None:
+        longest = max(entry["partition"]) * case.said["question"]["batch"]
+        if entry["layout"]["pieces"] == "none":
+            longest = sum(entry["partition"]) * case.said["question"]["batch"]
+        yield Claim(
+            kind="launch",
+            said=f"{name} with steps of {step} tokens",
+            found=f"the longest piece has {longest}",
+            holds=longest <= int(step) < longest + _ROUNDING,
+        )
+    length = int(flags[_LENGTH[engine]])
+    tokens = case.said["context_len"]
+    most = case.scenario.model.max_position_embeddings or math.inf
+    yield Claim(
+        kind="launch",
+        said=f"{name} for {length} tokens",
+        found=f"the prompt has {tokens}, the model {most} positions",
+        holds=tokens <= length <= most,
+    )
+    memory = float(flags[_MEMORY[engine]])
+    yield Claim(
+        kind="launch",
+        said=f"{name} with {memory:g} of the memory",
+        found=f"the plan has {case.said['memory_fraction']:g}",
+        holds=0 < memory <= case.said["memory_fraction"] + 1e-9,
+    )
+
+
+def _values(case: PlannedCase, engine: str, entry: Entry, flags: Mapping[str, str]) -> Iterator[tuple[str, Any, Any]]:
+    """What a flag says and what the plan has: GPUs, stages, nodes, and the type of weights."""
+    gpus = math.prod(int(flags.get(flag) or 1) for flag in _SIZES[engine])
+    yield "GPUs", gpus, 1 if entry["strategy"] == "single" else case.num_gpus
+    stages = int(flags.get("--pp_size" if engine == "trtllm" else _SIZES[engine][1]) or 1)
+    yield "stages", stages, entry["layout"]["pipeline"]
+    if engine in _NODES:
+        nodes = int(flags.get(_NODES[engine]) or 1)
+        yield "nodes", nodes, max(1, gpus // NODE)
+    if engine != "trtllm":
+        fp8 = flags.get("--quantization") == "fp8"
+        yield "fp8", fp8, case.said["question"]["dtype"] == "fp8"
