@@ -1,8 +1,8 @@
-"""`kvrsim confirm --search`: the paper's hierarchical grid search with measured TTFTs and a time limit.
+"""`kvrsim confirm --search`: partitions near the plan's, measured in stages of finer strides, with a time limit.
 
-Each stage measures partitions around the best one so far. Its stride is half that of the previous stage. The last
-stage compares the plan's partition with the best one in alternating rounds (A/B). A journal next to the output keeps
-each measured prefill, so that an interrupted search resumes.
+Each stage measures the neighbours of the best partition so far that the simulator selects. Its stride is half that of
+the previous stage. The last stage compares the plan's partition with the best one in alternating rounds (A/B). A
+journal next to the output keeps each measured prefill, so that an interrupted search resumes.
 """
 
 from __future__ import annotations
