@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 _LONGEST = 2.0  # the axis ends at the latest at this multiple of the longest bar that fits
+_CHUNKS_ROOM = 24  # letters of a partition in the table of a page
 _LETTER = 0.0115  # width of a letter as a share of the axes' width
 
 
@@ -146,11 +147,11 @@ def _bounds(plan: Plan) -> str:
 
 
 def _strategies(plan: Plan) -> html.Html:
-    """The table, with the strategies' colours, their whole partitions, and their intervals as bars."""
+    """The table, with the strategies' colours, and their intervals as bars."""
     table = strategies_table(plan)
     span = html.span_of([(one.ttft_low_s, one.ttft_high_s) for one in plan.strategies])
     rows = [
-        [_name_cell(plan, one), format_partition(one.partition, room=1000), *row[2:]]
+        [_name_cell(plan, one), _partition_cell(one), *row[2:]]
         for one, row in zip(plan.strategies, table.rows, strict=True)
     ]
     for place, column in enumerate(table.columns):
@@ -161,6 +162,12 @@ def _strategies(plan: Plan) -> html.Html:
     return html.table(
         table.columns, rows, caption="Strategies with their TTFT and memory", ident="strategies", row_names=names
     )
+
+
+def _partition_cell(one: StrategyResult) -> Cell:
+    """The chunks if there is room; all of them are in the tooltip and in the file that the page saves."""
+    whole = ", ".join(map(str, one.partition))
+    return Cell(shown=html.tag("span", format_partition(one.partition, room=_CHUNKS_ROOM), title=whole), value=whole)
 
 
 def _name_cell(plan: Plan, one: StrategyResult) -> Cell:

@@ -152,10 +152,10 @@ MOST_ROWS = 5  # largest number of rows on the first screen
 def strategies_table(plan: Plan, *, short: bool = False) -> Table:
     """Table of strategies in the plan's order, the best in bold.
 
-    short: at most five strategies that fit, each explained; all times have one unit.
+    short: at most five strategies that fit, each explained. All TTFTs have the unit of these rows.
     """
     rows = first_rows(plan) if short else list(plan.strategies)
-    unit = format_seconds(max(one.ttft_high_s for one in rows)).split(" ")[1]
+    unit = format_seconds(max(one.ttft_high_s for one in first_rows(plan))).split(" ")[1]
     over = None if plan.yardstick is None else baseline_title(plan.yardstick)
     columns = {  # columns, and whether each is shown
         Column(title="strategy\n"): True,
@@ -179,13 +179,8 @@ def strategies_table(plan: Plan, *, short: bool = False) -> Table:
         cells = (
             f"{one.strategy} {TIED}" if plan.feasible and one.is_tied else one.strategy,
             format_partition(one.partition),
-            Cell(shown=_in_unit(unit, one.ttft_s), value=one.ttft_s) if short else seconds_cell(one.ttft_s),
-            Cell(
-                shown=_in_unit(unit, one.ttft_low_s, one.ttft_high_s)
-                if short
-                else format_interval(one.ttft_low_s, one.ttft_high_s),
-                value=one.ttft_high_s,
-            ),
+            Cell(shown=_in_unit(unit, one.ttft_s), value=one.ttft_s),
+            Cell(shown=_in_unit(unit, one.ttft_low_s, one.ttft_high_s), value=one.ttft_high_s),
             "" if one.speedup is None else Cell(shown=f"{one.speedup:.2f}×", value=one.speedup),
             "" if short else seconds_cell(one.exposed_comm_s),  # both columns take time to compute
             "" if short else seconds_cell(max(one.wait_s)),

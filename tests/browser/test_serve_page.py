@@ -132,6 +132,17 @@ def test_a_launch_is_a_command_on_the_page(served: Opened) -> None:
     assert served.text("#launches .command-line").startswith("vllm serve")
 
 
+def test_the_table_of_strategies_is_not_cut_on_a_narrow_window(served: Opened) -> None:
+    served.resize(800, 900)
+    ask(served, "strategies", "")
+    with inside(served, "#details-page iframe"):
+        code = (
+            "const box = document.querySelector('#strategies').parentElement; return box.scrollWidth - box.clientWidth"
+        )
+        assert served.script(code) == 0
+    served.resize(*DESKTOP)
+
+
 def test_advice_is_a_button_that_asks(served: Opened) -> None:
     fill(served, "strategies", "")
     fill(served, "model", "llama-3.1-70b")

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from string import ascii_uppercase
 from types import FrameType
 from typing import Any, TypeVar
@@ -178,7 +179,8 @@ def _compared(found: list[Search]) -> Response:
     if errors:
         return _refusal("\n".join(errors))
     plans = [JsonObject(fields=search.last("answer")["plan"], where="pin") for search in found]
-    return HTMLResponse(render(page([SavedAnswer.of(name, plan) for name, plan in zip(names, plans, strict=True)])))
+    answers = [SavedAnswer.of(name, plan) for name, plan in zip(names, plans, strict=True)]
+    return HTMLResponse(render(replace(page(answers), framed=True)))
 
 
 def _refusal(reason: str) -> Response:
@@ -189,7 +191,7 @@ def question_page() -> Page:
     """The page of the question: a form, the answer with its launches, pinned answers, and the answer's own page."""
     state = tag("p", id="state", class_="lead", role="status", aria_live="polite")
     pinned = join([tag("ol", id="pins"), tag("div", id="compared")])
-    answer = join([tag("div", id=ident) for ident in ("best", "advice", "top", "launches")])
+    answer = join([tag("div", id=ident) for ident in ("best", "advice", "top", "ties", "launches")])
     return Page(
         title="Plan a prefill",
         sections=[

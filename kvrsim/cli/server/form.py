@@ -161,5 +161,5 @@ def fields_of(change: str) -> dict[str, str]:
 def on_page(words: str) -> str:
     """A text with the labels of fields in place of the options of the command line."""
     for field in FIELDS:
-        words = re.sub(rf"--{field.name.replace('_', '-')}\b", f"the field {field.label}", words)
-    return words
+        words = re.sub(rf"--{field.name.replace('_', '-')}\b", field.label, words)
+    return re.sub(r"--emit [\w|]+ prints the launch", "the launch is below", words)

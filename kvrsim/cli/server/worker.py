@@ -139,7 +139,7 @@ def _answer(question: Mapping[str, str], tell: Tell) -> None:
 def answer_of(scenario: Scenario, plan: Plan, *, model: str) -> dict[str, Any]:
     """The answer as plain JSON values: sentences, the table of the fastest, launches, and the object of `--json`."""
     from kvrsim.cli.server.form import on_page
-    from kvrsim.views.table import Cell, sentences, strategies_table
+    from kvrsim.views.table import Cell, first_rows, sentences, strategies_table, tie_text
 
     table = strategies_table(plan, short=plan.feasible)
     rows = [[[cell.shown, cell.value] if isinstance(cell, Cell) else cell for cell in row] for row in table.rows]
@@ -149,6 +149,7 @@ def answer_of(scenario: Scenario, plan: Plan, *, model: str) -> dict[str, Any]:
         "used": used_of(plan),
         "columns": [[column.label, column.number] for column in table.columns],
         "rows": rows,
+        "ties": tie_text(plan, first_rows(plan)),
         "launches": launches_of(scenario, plan, model=model),
         "plan": plan.to_dict(),
     }
@@ -157,9 +158,13 @@ def answer_of(scenario: Scenario, plan: Plan, *, model: str) -> dict[str, Any]:
 def advice_of(plan: Plan) -> list[dict[str, Any]]:
     """Changes of the question that the form can make: a text, and the values of fields by name."""
     from kvrsim.cli.server.form import fields_of, on_page
+    from kvrsim.units import format_seconds
 
-    changes = [one.change for one in plan.shortfall.would_fit] if plan.shortfall is not None else []
-    return [{"text": on_page(change), "fields": fields} for change in changes if (fields := fields_of(change))]
+    texts = {one.change: f"{on_page(one.change)}: {format_seconds(one.ttft_s)}" for one in plan.advice}
+    if plan.shortfall is not None:
+        texts |= {one.change: f"{on_page(one.change)}: {one.strategy} fits" for one in plan.shortfall.would_fit}
+    fields = {change: fields_of(change) for change in texts}
+    return [{"text": text, "fields": fields[change]} for change, text in texts.items() if fields[change]]
 
 
 def used_of(plan: Plan) -> dict[str, str]:
@@ -178,15 +183,15 @@ def used_of(plan: Plan) -> dict[str, str]:
 
 
 def launches_of(scenario: Scenario, plan: Plan, *, model: str) -> list[dict[str, Any]]:
-    """How each engine that has the best strategy is started for it; a reason in place of what an engine refuses."""
+    """How each engine that has the plan is started for it; a reason in place of what an engine refuses."""
     from kvrsim.errors import InputError
     from planner.deploy import launch_of
 
     launches = list[dict[str, Any]]()
-    best = plan.first
-    for engine in best.engines if plan.feasible else ():
+    found = plan.deployable
+    for engine in () if found is None else [name for name in found.engines if plan.engine in (None, name)]:
         try:
-            launch = launch_of(scenario, engine, best.strategy, best.partition, model=model, layers=best.layers)
+            launch = launch_of(scenario, engine, found.strategy, found.partition, model=model, layers=found.layers)
             launches.append(launch.to_dict())
         except InputError as error:
             launches.append({"engine": engine, "refused": reason(error)})
@@ -207,7 +212,7 @@ def page_of(plan: Plan, command: str) -> dict[str, str]:
     from kvrsim.views.plan import plan_page
 
     try:
-        return {"page": render(replace(plan_page(plan), command=command, framed=True))}
+        return {"page": render(replace(plan_page(plan), answer="", command=command, framed=True))}
     except Exception as error:
         return {"no_page": f"The timelines cannot be drawn: {reason(error)}"}
 

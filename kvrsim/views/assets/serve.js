@@ -46,7 +46,7 @@ kv.ready(() => {
   // -- the answer
 
   function clear() {
-    for (const ident of ["best", "advice", "top", "launches", "details-page"]) part(ident).replaceChildren();
+    for (const ident of ["best", "advice", "top", "ties", "launches", "details-page"]) part(ident).replaceChildren();
     for (const box of boxes) box.removeAttribute("aria-invalid");
     part("answer").hidden = true;
     part("details").hidden = true;
@@ -63,17 +63,18 @@ kv.ready(() => {
     part("top").replaceChildren(kv.table("The fastest strategies so far", [["strategy", false], ["TTFT", true], ["fits", false]],
       some.map((one) => [one.strategy, [kv.seconds(one.ttft_s), one.ttft_s], one.fits ? "yes" : "no"])));
   }
-  function show({ sentences, advice, columns, rows, launches, used }) {
+  function show({ sentences, advice, columns, rows, ties, launches, used }) {
     say(sentences);
     part("advice").replaceChildren(...advice.map(({ text, fields }) => kv.el("button", {
       type: "button", text, title: "Ask this question", on: { click: () => change(fields) } })));
     part("top").replaceChildren(kv.table("Strategies", columns, rows));
+    part("ties").replaceChildren(kv.el("p", { class: "hint", text: ties ?? "" }));
     part("launches").replaceChildren(...launches.map(launch));
     for (const box of boxes) box.placeholder = used[box.name] ?? examples.get(box.name);
     state.textContent = "";
     form.dataset.answered = asked;
   }
-  function launch({ engine, version, command, files = {}, notes = [], refused }) {
+  function launch({ engine, version, strategy, command, files = {}, notes = [], refused }) {
     if (refused) return kv.el("p", { class: "hint", text: `${engine}: ${refused}` });
     const copy = kv.el("button", { type: "button", class: "save", text: "Copy", title: "Copy the command", on: { click: async () => {
       await navigator.clipboard.writeText(command);
@@ -81,7 +82,7 @@ kv.ready(() => {
       copy.textContent = "Copied";
     } } });
     const texts = Object.entries(files).map(([name, text]) => kv.el("div", {}, kv.el("h3", { text: name }), kv.el("pre", { class: "mono", text })));
-    return kv.el("details", {}, kv.el("summary", { text: `Launch on ${engine} ${version}` }),
+    return kv.el("details", {}, kv.el("summary", { text: `Launch ${strategy} on ${engine} ${version}` }),
       kv.el("pre", { class: "mono command-line", text: command }), copy, ...texts,
       kv.el("ul", {}, ...notes.map((text) => kv.el("li", { text }))));
   }

@@ -65,7 +65,7 @@ def test_advice_fills_fields_of_the_form() -> None:
 def test_options_become_fields() -> None:
     assert fields_of("--dtype fp8 --expert-parallel") == {"dtype": "fp8", "expert_parallel": "yes"}
     assert fields_of("--replicas 2") == {}
-    assert on_page("FP8 weights (--dtype fp8) would help") == "FP8 weights (the field Data type fp8) would help"
+    assert on_page("Faster, simulated: --dtype fp8: 1 s") == "Faster, simulated: Data type fp8: 1 s"
     assert command_of({"ctx": "2k", "expert_parallel": "yes"}) == "kvrsim plan --ctx 2k --expert-parallel"
 
 
