@@ -1,7 +1,8 @@
 """Style of all figures and pages: a colour per strategy and per kind of operation, font and text colours.
 
-The colours differ clearly for normal vision and for each of the three kinds of colour blindness, and have contrast to
-the background (tests/kvrsim/views/test_style.py). This module does not need matplotlib.
+The colours of two families of strategies, and of two kinds of operations, differ clearly for normal vision and for each
+of the three kinds of colour blindness; they have contrast to the background and to labels on them
+(tests/kvrsim/views/test_style.py). This module does not need matplotlib.
 """
 
 from __future__ import annotations
@@ -48,13 +49,19 @@ TEXT, FAINT_TEXT = Colour("#2b2f36", "#e6e8eb"), Colour("#5b616b", "#a3a9b3")
 INK, DIM = TEXT.light, FAINT_TEXT.light
 
 _TABLE = json.loads((Path(__file__).parents[1] / "data" / "colours.json").read_text("utf-8"))
-STRATEGY_COLOURS = {name: Colour(*colours) for name, colours in _TABLE["strategies"].items()}
+# Colours by family, then by strategy: strategies of a family have similar colours.
+FAMILIES = {
+    family: {name: Colour(*colours) for name, colours in members.items()}
+    for family, members in _TABLE["strategies"].items()
+}
+STRATEGY_COLOURS = {name: colour for members in FAMILIES.values() for name, colour in members.items()}
 # Styles by payload of a transfer or kind of computation, in the order of the legend.
 OPERATIONS = {name: Operation(label, Colour(*colours)) for name, (label, *colours) in _TABLE["operations"].items()}
 WAITING_LINES = Colour("#c4c4c4", "#565c66")  # colour of the hatching
 
 _TENSOR = re.compile(r"tp(\d+)(?:\+(.+))?")
-_STAGES = re.compile(r"pp(\d+)(-s)?(?:\+cp\d+)?")
+_STAGES = re.compile(r"pp\d+(-s)?(?:\+cp(\d+))?")
+_OF_STAGES = 0.05  # share by which a stage with context ranks differs from a tensor group of the same size
 
 # Names of models, clusters and files are not formulas: a $ in a name is a dollar sign.
 _RC: dict[Any, Any] = {"font.family": "DejaVu Sans", "hatch.linewidth": 0.6, "text.parse_math": False}
@@ -63,20 +70,20 @@ _RC: dict[Any, Any] = {"font.family": "DejaVu Sans", "hatch.linewidth": 0.6, "te
 def strategy_colour(name: str) -> Colour:
     """The colour of a strategy, the same in every figure and page.
 
-    cp4 has the colour of zigzag, tp4 of tp, pp4 of pp. A hybrid mixes the colour of the strategy between its groups
-    with that of tp or pp; the larger the groups, the larger the share of tp or pp. A user's strategy mixes two colours
-    chosen by its name.
+    cp4 has the colour of zigzag, tp4 of tp, pp4 of pp. A hybrid has the colour of the strategy between its groups; the
+    larger the groups, the nearer it is to the colour of text. A user's strategy mixes two colours chosen by its name.
     """
     if name in STRATEGY_COLOURS:
         return STRATEGY_COLOURS[name]
     if name.startswith("cp") and name[2:].isdecimal():
         return STRATEGY_COLOURS["zigzag"]
     if tensor := _TENSOR.fullmatch(name):
-        whole = STRATEGY_COLOURS["tp"]
-        return whole if tensor[2] is None else strategy_colour(tensor[2]).mix(whole, _share(int(tensor[1])))
+        if tensor[2] is None:
+            return STRATEGY_COLOURS["tp"]
+        return strategy_colour(tensor[2]).mix(TEXT, _share(int(tensor[1])))
     if stages := _STAGES.fullmatch(name):
-        split = STRATEGY_COLOURS["pp-s" if stages[2] else "pp"]
-        return STRATEGY_COLOURS["zigzag"].mix(split, _share(int(stages[1]))) if "+" in name else split
+        split = STRATEGY_COLOURS["pp-s" if stages[1] else "pp"]
+        return split if stages[2] is None else split.mix(TEXT, _share(int(stages[2])) - _OF_STAGES)
     colours, number = list(STRATEGY_COLOURS.values()), crc32(name.encode())
     first, further = number % len(colours), 1 + number // len(colours) % (len(colours) - 1)
     return colours[first].mix(colours[(first + further) % len(colours)], 0.5)
@@ -103,8 +110,8 @@ def fade(colour: str, ground: Ground = "light", *, share: float = 0.42) -> str:
 
 
 def _share(size: int) -> float:
-    """Share of the outer strategy's colour in a hybrid with groups of this size."""
-    return min(0.8, 0.15 + 0.15 * log2(max(size, 1)))
+    """Share of the colour of text in a hybrid with groups of this size."""
+    return min(0.4, 0.1 + 0.08 * log2(max(size, 1)))
 
 
 def _mix(one: str, other: str, share: float) -> str:

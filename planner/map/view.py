@@ -97,7 +97,7 @@ def page(grid: StrategyMap) -> Page:
             Section(title="In one place", body=tag("div", id="place")),
             Section(
                 title="TTFT by context",
-                lead="On these GPUs with these links. The bands are 80 % prediction intervals.",
+                lead="On these GPUs with these links. The band is the 80 % interval of the fastest in the place.",
                 body=tag("div", id="by-context"),
             ),
             Section(title="Tables", body=_tables(grid)),

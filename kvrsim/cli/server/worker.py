@@ -189,7 +189,9 @@ def launches_of(scenario: Scenario, plan: Plan, *, model: str) -> list[dict[str,
 
     launches = list[dict[str, Any]]()
     found = plan.deployable
-    for engine in () if found is None else [name for name in found.engines if plan.engine in (None, name)]:
+    if found is None:
+        return []
+    for engine in [name for name in found.engines if plan.engine in (None, name)]:
         try:
             launch = launch_of(scenario, engine, found.strategy, found.partition, model=model, layers=found.layers)
             launches.append(launch.to_dict())

@@ -8,6 +8,7 @@
  * kv.slug(group, name)       the CSS variable of a strategy or operation: kv.slug("strategy", "kvr-s") is "--strategy-kvr-s"
  * kv.el(tag, about, ...kids) an element; about: {class, text, dataset, on: {click: f}, any attribute}; kids: nodes or texts
  * kv.chip(variable)          a small square in a colour
+ * kv.inkOn(red, green, blue)   the colour of text on a colour
  * kv.seconds(s), kv.bytes(b), kv.tokens(n), kv.percent(x)   in words, with the units of the command line
  * kv.tip.at(x, y, title, rows)   shows the tooltip at a point of the window; rows: [[label, text], ...]
  * kv.tip.hide()
@@ -66,6 +67,10 @@ const kv = (() => {
   let theme = dark.matches ? "dark" : "light";
   const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
   const slug = (group, name) => `--${group}-${name.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "")}`;
+  function inkOn(...parts) { // black or white, whichever is easier to read on a colour of red, green and blue, 0 to 255
+    const [red, green, blue] = parts.map((part) => (part / 255) ** 2.2);
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.18 ? "#000000" : "#ffffff";
+  }
   function chip(variable) {
     const made = el("span", { class: "chip", "aria-hidden": "true" });
     made.style.backgroundColor = `var(${variable})`;
@@ -320,7 +325,7 @@ const kv = (() => {
   }
 
   return {
-    ready, el, chip, colour, slug, seconds, bytes, tokens, percent, tip, say, fit, canvas, soon, plain, view, picture, csv, inBox, table: tableOf,
+    ready, el, chip, colour, inkOn, slug, seconds, bytes, tokens, percent, tip, say, fit, canvas, soon, plain, view, picture, csv, inBox, table: tableOf,
     onTheme: (painter) => painters.push(painter),
   };
 })();

@@ -9,6 +9,7 @@
  *   xs       ascending numbers that all series share
  *   series   [{name, colour: "--strategy-tsp", values, low, high, points: true, line: false, dash: [4, 4]}]; values beside
  *            xs, null where there is none; off: true: switched off; low, high: both ends of an interval, drawn as a band
+ *            unless band is false
  *            step: true: each value holds until the next; spans: true: lines go over gaps; size: of points, CSS pixels;
  *            share: of the colour's strength in points, 0 to 1
  *   marks    [{axis: "x" or "y", value, text, drag: value => ..}]: lines across; one with `drag` is moved by pointer or arrow
@@ -38,7 +39,8 @@ kv.chart = (host, about) => {
   host.append(whole);
   kv.picture(whole, about.label);
 
-  const columns = () => [xs, ...series.flatMap((one) => (one.low ? [one.values, one.low, one.high] : [one.values]))];
+  const hasBand = (one) => Boolean(one.low) && one.band !== false;
+  const columns = () => [xs, ...series.flatMap((one) => (hasBand(one) ? [one.values, one.low, one.high] : [one.values]))];
   const faint = (colour, share) => (share === 1 ? colour : `color-mix(in srgb, ${colour} ${100 * share}%, transparent)`);
   const paths = (one) => (one.step ? uPlot.paths.stepped({ align: 1 }) : undefined);
 
@@ -53,7 +55,7 @@ kv.chart = (host, about) => {
         paths: one.line === false ? () => null : paths(one),
         points: { show: one.points ?? one.line === false, size: one.size ?? 7, width: one.share ? 0 : 1, fill: faint(colour, one.share ?? 1), stroke: colour },
       });
-      if (!one.low) continue;
+      if (!hasBand(one)) continue;
       const edge = { show, stroke: "transparent", width: 0, points: { show: false }, paths: paths(one) };
       lines.push({ ...edge, label: `${one.name}, low` }, { ...edge, label: `${one.name}, high` });
       bands.push({ series: [lines.length - 1, lines.length - 2], fill: faint(colour, 0.22) });
@@ -224,7 +226,7 @@ kv.chart = (host, about) => {
     return legend.replaceChildren(...buttons);
   }
   function set(newXs, newSeries) {
-    const same = (one, other) => one.name === other.name && isOff(one) === isOff(other) && Boolean(one.low) === Boolean(other.low);
+    const same = (one, other) => one.name === other.name && isOff(one) === isOff(other) && hasBand(one) === hasBand(other);
     const alike = plot && newSeries.length === series.length && newSeries.every((one, index) => same(one, series[index]));
     [xs, series] = [newXs, newSeries];
     here = null;

@@ -282,7 +282,7 @@ function kvGanttView(host, label) {
       if (!words) continue;
       const shade = 6 * kind + (lane.layer[index] > 0 && lane.layer[index] & 1 ? 3 : 0);
       const [red, green, blue] = panel.colours.subarray(shade, shade + 3);
-      context.fillStyle = 0.299 * red + 0.587 * green + 0.114 * blue > 140 ? "#14171c" : "#ffffff";
+      context.fillStyle = kv.inkOn(red, green, blue);
       context.fillText(words, begin + room / 2, y + h / 2 + 0.5);
     }
     context.textAlign = "left";

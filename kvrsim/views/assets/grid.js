@@ -114,8 +114,7 @@ function kvGrid(host, about) {
 
 /* Black or white, whichever is easier to read on a colour #rrggbb. */
 function kvInk(fill) {
-  const [r, g, b] = [1, 3, 5].map((at) => (parseInt(fill.slice(at, at + 2), 16) / 255) ** 2.2);
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#10141a" : "#ffffff";
+  return kv.inkOn(...[1, 3, 5].map((at) => parseInt(fill.slice(at, at + 2), 16)));
 }
 
 /* A colour of a scale from 0 to 1 that colour-blind readers can follow, dark to light (viridis). */

@@ -173,7 +173,8 @@ kv.ready((data) => {
   let drawn = "";
   function lines_by_context(place) {
     now.value = contexts[place.c];
-    const which = JSON.stringify([place.b, place.g, [...switches.on].sort()]);
+    const fastest = found[numberOf(place)]?.best; // the band of one strategy can be read, those of all cannot
+    const which = JSON.stringify([place.b, place.g, fastest, [...switches.on].sort()]);
     if (which === drawn) return chart?.plot()?.redraw(false);
     drawn = which;
     over.textContent = `${gpuWords(gpus[place.g])}, links of ${links[place.b]}`;
@@ -181,7 +182,7 @@ kv.ready((data) => {
     const column = (index, key) => numbers.map((number) => strategies[index][key][number]);
     const runs = strategies.map((_, index) => index).filter((index) => column(index, "ttft_s").some((value) => value !== null));
     const series = runs.map((index) => ({
-      name: name(index), off: !switches.on.has(index), colour: variable(index), values: column(index, "ttft_s"), low: column(index, "low_s"), high: column(index, "high_s"), points: contexts.length < 24,
+      name: name(index), off: !switches.on.has(index), colour: variable(index), values: column(index, "ttft_s"), low: column(index, "low_s"), high: column(index, "high_s"), band: index === fastest, points: contexts.length < 24,
     }));
     const about = {
       label: "TTFT by context, one line a strategy", height: 340, xs: contexts, series, marks: [now],

