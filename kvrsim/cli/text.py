@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvrsim.notes import arranged
 from kvrsim.text import in_markdown, markdown_table, printable
 from kvrsim.units import format_bytes, format_seconds
 from kvrsim.views.table import Table, Text, format_interval, format_partition, interval_title
@@ -281,8 +282,8 @@ def limit_text(limit: MemoryLimit) -> str:
 
 
 def note_rows(notes: Iterable[str]) -> list[Row]:
-    """One row per note."""
-    return [(Text("note:", style="yellow"), note) for note in notes]
+    """One row per note, those that say why the answer may be wrong first."""
+    return [(Text("note:", style="yellow"), note) for note in arranged(notes)]
 
 
 def users_row(loop: ClosedLoop | None, mean_ttft_s: float | None) -> Row:

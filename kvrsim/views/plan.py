@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from kvrsim.errors import InputError
-from kvrsim.notes import without
+from kvrsim.notes import arranged, without
 from kvrsim.results.results import Plan, StrategyResult
 from kvrsim.units import format_seconds
 from kvrsim.views import page as html
@@ -84,7 +84,7 @@ def summary(plan: Plan) -> html.Summary:
         caption="strategies",
         columns=table.columns,
         rows=table.rows,
-        notes=[*([ties] if plan.ties else []), plan.rests_on, *plan.warnings],
+        notes=[*([ties] if plan.ties else []), plan.rests_on, *arranged(plan.warnings)],
     )
 
 
@@ -131,7 +131,10 @@ def plan_page(plan: Plan) -> html.Page:
             html.Section(title="Strategies", lead=_bounds(plan), body=_strategies(plan)),
             memory_section(plan.memory_limit),
         ],
-        notes=[plan.rests_on, *without(plan.warnings, "memory")],  # the table shows which strategies do not fit
+        notes=[
+            plan.rests_on,
+            *arranged(without(plan.warnings, "memory")),
+        ],  # the table shows which strategies do not fit
         data=timelines_data(timelines) | {"memory": memory_data(memory, plan.memory_limit)},
         scripts=SCRIPTS,
         strategies=[one.strategy for one in plan.strategies],

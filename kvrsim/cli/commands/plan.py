@@ -15,7 +15,7 @@ from kvrsim.cli.options import DeployArgs, OutputArgs, PageArgs, pool_of, takes
 from kvrsim.cli.output import print_answer, warn_notes, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.errors import InputError
-from kvrsim.notes import with_code, without
+from kvrsim.notes import Note, with_code, without
 from kvrsim.text import printable
 from kvrsim.units import format_seconds
 from kvrsim.views.table import TIED, Text, first_rows, format_partition, sentences, strategies_table, tie_text
@@ -107,7 +107,8 @@ def _engine(deploy: DeployArgs) -> ForEngine | None:
     return None if name is None else ForEngine(name, only=deploy.only_deployable is not None)
 
 
-_DETAILS = ("memory", "paper", "even chunks", "even chunks, tied", "links, messages")  # notes that only --explain shows
+# Notes that only --explain shows.
+_DETAILS = ("memory", "paper", "even chunks", "even chunks, tied", "links, messages", "not compared")
 
 
 def plan_screen(plan: Plan, *, explain: bool = False) -> list[lines.Part]:
@@ -141,6 +142,11 @@ def _left_out(plan: Plan) -> Iterator[str]:
         needs = _gib(max(rank.total for rank in fastest.memory), plan.memory_limit.nbytes)
         verb = "strategy does" if len(misfits) == 1 else "strategies do"
         yield f"{len(misfits)} {verb} not fit (the fastest, {fastest.strategy}, would need {needs})."
+    refused = [one for one in plan.warnings if isinstance(one, Note) and one.code == "not compared"]
+    names = [name for one in refused for name in str(one.values["names"]).split(", ")]
+    if names:
+        verb = "strategy does" if len(names) == 1 else "strategies do"
+        yield f"{len(names)} {verb} not run with this model and these GPUs; --explain says why."
     for one in plan.not_tried:
         yield f"Not tried: {_join(one.strategies)}: {one.why}."
     if unsearched := plan.search.unsearched:
