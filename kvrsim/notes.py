@@ -75,14 +75,13 @@ def arranged(notes: Iterable[str]) -> list[str]:
 def _joined(notes: list[str]) -> list[str]:
     """The notes, with those that belong together as one, at the place of the first of them."""
     ranges = [line for line in notes if isinstance(line, Note) and line.code in _RANGES and line.values]
-    unknown = [line for line in notes if isinstance(line, Note) and line.code in _UNKNOWN and line.values]
-    replaced: dict[str, list[str]] = {}
     if len(ranges) > 1:
         spans = ", ".join("{what} {value} ({low} to {high})".format_map(line.values) for line in ranges)
         whole = note("ranges", profile=ranges[0].values["profile"], ranges=spans)
-        replaced |= {ranges[0]: [whole]} | {line: [] for line in ranges[1:]}
+        notes = [whole if line is ranges[0] else line for line in notes if line not in ranges[1:]]
+    unknown = [line for line in notes if isinstance(line, Note) and line.code in _UNKNOWN and line.values]
     if len(unknown) > 1:
         what = " and none ".join(_UNKNOWN[line.code].format_map(line.values) for line in unknown)
         whole = note("engine, unknown", engine=unknown[0].values["engine"], what=what)
-        replaced |= {unknown[0]: [whole]} | {line: [] for line in unknown[1:]}
-    return [text for line in notes for text in replaced.get(line, [line])]
+        notes = [whole if line is unknown[0] else line for line in notes if line not in unknown[1:]]
+    return notes
