@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +23,8 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 from kvrsim.choices import EXECUTORS, FLEET_OBJECTIVES, MAP_STRATEGIES, METHODS, POOL_BACKENDS
 from kvrsim.errors import ABSENT, InputError
 from kvrsim.units import (
+    MAX_BYTES_PER_S,
+    MAX_SECONDS,
     parse_bandwidth,
     parse_count,
     parse_lengths,
@@ -42,6 +45,12 @@ OnProgress = Callable[[float, float | None, str], object]  # work done, the tota
 
 
 # Checks
+
+# Least and largest value and unit of numbers in SI units, by the function that reads them from text.
+_SI_LIMITS: dict[Callable[..., float], tuple[float, float, str]] = {
+    parse_bandwidth: (1.0, MAX_BYTES_PER_S, " bytes per second"),
+    parse_seconds: (1e-30, MAX_SECONDS, " seconds"),
+}
 
 
 def tokens(value: object, parameter: str) -> int:
@@ -96,8 +105,11 @@ def quantity(parse: Callable[..., float], **limits: Any) -> Check:
         if isinstance(value, str):
             return parse(value, parameter, **limits)
         number = None if _is_flag(value) or isinstance(value, bytes | bytearray) else _real(value)
-        if number is None:
-            raise _refusal(parameter, value, "a number, or text with its unit")
+        if number is None or not math.isfinite(number):
+            raise _refusal(parameter, value, "a finite number, or text with its unit")
+        least, most, unit = _SI_LIMITS.get(parse, (-math.inf, math.inf, ""))
+        if not least <= number <= most and not (number == 0 and limits.get("allow_zero", False)):
+            raise _refusal(parameter, value, f"{least:g} to {most:g}{unit}, or text with its unit")
         return number
 
     return check

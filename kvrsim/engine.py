@@ -51,11 +51,11 @@ class EngineFit:
     log_sd: RelativeError  # spread of log(predicted / measured) on rows that were left out
     # By the kind of rows left out: the log(predicted / measured) and the log(measured / predicted) that a tenth of the
     # rows exceeds; empty: only log_sd is known. "short": prompts below SHORT_TOKENS.
-    widths: Annotated[Mapping[str, tuple[NonNegative, NonNegative]], Keys(WIDTHS)] = field(default_factory=dict)
+    widths: Annotated[Mapping[str, tuple[RelativeError, RelativeError]], Keys(WIDTHS)] = field(default_factory=dict)
     coverage: RelativeError  # share of left-out rows whose TTFT is inside its 80 % interval
     short_coverage: RelativeError | None = None  # coverage below SHORT_TOKENS; None: part of `coverage`
     # Widths of the engine that was the prior of the fit, below and above: the least ones for layouts without rows.
-    prior_sides: tuple[NonNegative, NonNegative] | None = None
+    prior_sides: tuple[RelativeError, RelativeError] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -428,6 +428,12 @@ def fit_prefills(
 
     labels = tuple(case.row.case for case in cases)
     solution = solve(predict, measured_s, terms.priors, labels, on_progress)
+    found = np.concatenate([solution.values, solution.log_sd, solution.after_s, solution.left_out_s])
+    if not np.isfinite(found).all():
+        worst = int(np.argmax(np.abs(np.log(measured_s / solution.after_s))))
+        row = cases[worst].row
+        accepted = "times near each other for like prefills: no engine explains these rows together"
+        raise InputError(f"{row.where}: TTFT", f"{row.ttft_s:.4g} s", accepted)
     values = {term: float(f"{value:.4g}") for term, value in terms.named(solution.values).items()}
     if SUSTAINED_SHARE in values:
         values[SUSTAINED_SHARE] = min(1.0, values[SUSTAINED_SHARE])

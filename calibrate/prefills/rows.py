@@ -35,7 +35,7 @@ from kvrsim.io.schema import JsonObject, NonNegative, parse_json
 from kvrsim.model.load import known_shape
 from kvrsim.strategies import get_strategy
 from kvrsim.strategies.load import is_file
-from kvrsim.units import MAX_TOKENS, parse_count, parse_tokens
+from kvrsim.units import MAX_SECONDS, MAX_TOKENS, parse_count, parse_tokens
 
 if TYPE_CHECKING:
     import pandas
@@ -165,6 +165,7 @@ def known_model(name: object) -> str | None:
 
 # -- readers of each benchmark's output
 
+_MOST_RATE = 1e9  # requests per second; a larger number of a file is shown as it is
 _BUSY = 0.1  # share of a server's time that prefills take; above this share requests wait noticeably
 _MIXED = 0.05  # relative spread of prompt lengths above which a note is given
 
@@ -251,9 +252,13 @@ def _note_queues(rate: object, concurrency: object, typical_s: float, output: Ou
     """Add a note if TTFTs include waits under load: an engine has no term for waits."""
     if concurrency == 1:
         return
-    if isinstance(rate, int | float) and not isinstance(rate, bool) and rate * typical_s <= _BUSY:
-        return
-    text = f"{rate:g} requests/s" if isinstance(rate, int | float) else f"request rate {rate or 'unknown'}"
+    is_number = isinstance(rate, int | float) and not isinstance(rate, bool) and abs(rate) < _MOST_RATE
+    text = f"request rate {str(rate or 'unknown')[:20]}"
+    if is_number:
+        assert isinstance(rate, int | float)
+        if rate * typical_s <= _BUSY:
+            return
+        text = f"{rate:g} requests/s"
     output.note(
         f"{text}: TTFTs hold waiting in queues, which is fitted as if it were the engine's;"
         " measure with --max-concurrency 1"
@@ -413,9 +418,12 @@ class CsvRow:
         return parse_cells(self.row).number(self.columns[role].name)
 
     def seconds(self, role: str) -> float:
-        """A time above 0, in seconds; without a unit the values are seconds."""
+        """A time above 0 and at most MAX_SECONDS, in seconds; without a unit the values are seconds."""
         unit_s = self.columns[role].unit_s
-        return self.number(role) * (1.0 if unit_s is None else unit_s)
+        seconds = self.number(role) * (1.0 if unit_s is None else unit_s)
+        if not 0 < seconds <= MAX_SECONDS:
+            raise self.error(role, f"a time above 0 and of at most {MAX_SECONDS:g} s")
+        return seconds
 
     def error(self, role: str, accepted: str) -> InputError:
         """Error for the value of a role."""

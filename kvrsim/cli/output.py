@@ -62,6 +62,9 @@ def print_answer(
         print_csv(answer[rows] if isinstance(rows, str) else rows())
 
 
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # first characters of a formula in spreadsheets
+
+
 def print_csv(rows: Rows) -> None:
     """Print rows as CSV, with the columns of all rows."""
     import csv
@@ -77,7 +80,14 @@ def print_csv(rows: Rows) -> None:
 
 
 def _cell(value: object) -> str:
-    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    """The text of a cell; a text that a spreadsheet would compute gets an apostrophe before it."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str) and value.startswith(_FORMULA):
+        return f"'{value}"
+    return str(value)
 
 
 def warn(line: str) -> None:

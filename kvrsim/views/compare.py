@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
+from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject, read
 from kvrsim.results.results import Prediction
 from kvrsim.units import format_bytes, format_seconds
@@ -39,6 +41,10 @@ class SavedAnswer:
     @classmethod
     def of(cls, name: str, data: JsonObject) -> SavedAnswer:
         """Read the object that `--json` prints; a launch (`--emit`) contains its plan."""
+        try:
+            json.dumps(data.fields, allow_nan=False)
+        except ValueError:
+            raise InputError(data.where, "NaN or Infinity", "valid JSON, whose numbers are finite") from None
         data = data.child("plan") if data.has("plan") else data
         question = data.child("question")
         if data.has("strategy"):  # the answer is a simulation

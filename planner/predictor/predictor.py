@@ -113,8 +113,14 @@ class TtftPredictor(GridFile):
 
     @classmethod
     def plain_fields(cls, data: JsonObject) -> dict[str, Any]:
-        """The question, which may have any keys."""
-        return {"question": to_json(data.child("question").fields)}
+        """The question, which may have further keys than those that a lookup shows."""
+        question = data.child("question")
+        question.text("model")
+        question.integer("num_gpus")
+        question.text("profile")
+        question.text("engine")
+        question.child("cluster").text("name")
+        return {"question": to_json(question.fields)}
 
 
 def load_predictor(path: str | Path, argument: str = "predictor") -> TtftPredictor:

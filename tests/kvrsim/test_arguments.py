@@ -13,7 +13,7 @@ import pytest
 
 import kvrsim
 from kvrsim import arguments
-from kvrsim.arguments import MOST_VALUES, Arguments, ScenarioArgs, ScenariosArgs, options_of
+from kvrsim.arguments import MOST_VALUES, Arguments, ScenarioArgs, ScenariosArgs, TargetArgs, options_of
 from kvrsim.choices import SECTIONS
 from kvrsim.errors import InputError
 
@@ -137,3 +137,19 @@ def test_a_share_that_leaves_no_token_is_refused(share: str) -> None:
 def test_a_share_needs_one_context() -> None:
     with pytest.raises(InputError, match=r"cached_prefix: got .*single context"):
         ScenariosArgs(ctx="1k,2k", cached_prefix="50%")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e308])
+@pytest.mark.parametrize("name", ["link_latency", "link_bandwidth"])
+def test_numbers_have_the_limits_of_text(name: str, value: float) -> None:
+    with pytest.raises(InputError, match=f"{name}: got"):
+        ScenarioArgs(ctx="1k", **{name: value})
+
+
+def test_a_target_is_a_finite_time() -> None:
+    for value in (float("nan"), 0.0, -1.0):
+        with pytest.raises(InputError, match="slo: got"):
+            TargetArgs(slo=value)
+    with pytest.raises(InputError, match="link_bandwidth: got"):
+        ScenarioArgs(ctx="1k", link_bandwidth=5e-324)
+    assert ScenarioArgs(ctx="1k", link_latency=0).link_latency == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,3 +160,13 @@ def test_what_was_never_measured_widens_the_interval_and_is_said() -> None:
 def test_a_version_is_the_measured_one_or_the_nearest(version: str, scale: float, is_other: bool) -> None:
     engine = replace(NOTHING, kernel_scale={"other": 1.0}, versions={"0.15.1": 0.9, "0.19.0": 1.2}).at_version(version)
     assert (engine.kernel_scale["other"], engine.is_other_version) == (pytest.approx(scale), is_other)
+
+
+def test_no_width_is_beyond_a_float(tmp_path: Path) -> None:
+    """An interval is the exponential of a width."""
+    load_engine("vllm").write(tmp_path / "wide.json")
+    content = json.loads((tmp_path / "wide.json").read_text())
+    content["fit"]["widths"] = {"model": [1e30, 1e30]}
+    (tmp_path / "wide.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match="widths"):
+        load_engine(tmp_path / "wide.json")

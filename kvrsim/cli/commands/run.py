@@ -92,7 +92,10 @@ def run_screen(result: RunResult) -> list[Part]:
     from planner.confirm.run_views import ranks_table
 
     timing, question, partition = result.timing, result.question, result.plan.partition.chunk_lens
-    gpus, count = f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}", len(timing.ttft_s)
+    count = len(timing.ttft_s)
+    gpus = f"{result.num_gpus} rank{'s' * (result.num_gpus != 1)}"
+    slowest_s = max(rank["compute_s"] + rank["wait_s"] for rank in result.to_dict()["per_rank"])
+    parts = f"of an additional prefill with timers, {format_seconds(slowest_s)} on the slowest rank"
     measured = f"measured, median of {count}; spread {format_seconds(timing.iqr_s)} (IQR)"
     predicted, chunks, logits = None, None, None
     if result.predicted_s is not None:
@@ -108,7 +111,7 @@ def run_screen(result: RunResult) -> list[Part]:
         ("partition:", chunks),
     )
     machine = "; ".join(f"{name} {value}" for name, value in result.conditions.items())
-    table = facts(("logits:", logits), ("machine:", machine), *note_rows(result.warnings))
+    table = facts(("compute, wait:", parts), ("logits:", logits), ("machine:", machine), *note_rows(result.warnings))
     first, _ = header(question, question.cluster)
     by = () if question.profile == ROOFLINE else (f"predicted by profile {question.profile}", *question.engine_text())
     second = Text(" · ".join((f"measured on {result.conditions['device']}", *by)), style="dim")

@@ -259,3 +259,20 @@ def test_mistakes_name_file_and_key(tmp_path: Path, content: dict[str, Any], mes
 )
 def test_known_models(name: object, model: str | None) -> None:
     assert known_model(name) == model
+
+
+@pytest.mark.parametrize("rate", [10**4000, -(10**4000)])
+def test_a_rate_of_many_digits_is_no_number(tmp_path: Path, rate: int) -> None:
+    rows, _ = read(tmp_path, {**SERVE, "max_concurrency": None, "request_rate": 0} | {"mean_ttft_ms": 62.0})
+    path = tmp_path / "long.json"
+    text = json.dumps(SERVE | {"max_concurrency": None, "request_rate": "RATE"})
+    path.write_text(text.replace('"RATE"', f"{'-' * (rate < 0)}1{'0' * 4000}"), encoding="utf-8")
+    result = read_prefills([path], DEFAULTS)
+    assert [row.ttft_s for row in result.rows] == [row.ttft_s for row in rows]
+    assert any("waiting in queues" in note for note in result.notes)
+
+
+def test_a_time_beyond_a_lifetime_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, "ttft_s,context_len,model\n1e12,1k,llama-2-7b\n")
+    with pytest.raises(InputError, match="line 2: ttft_s: got"):
+        read_prefills([path], NONE)

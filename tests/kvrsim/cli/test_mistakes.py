@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvrsim
+from kvrsim.cli import main as cli
 from kvrsim.cli.main import app
 from kvrsim.cli.mistakes import command_of, error_line
 from kvrsim.errors import InputError
@@ -156,3 +157,26 @@ def test_what_is_no_name_has_no_suggestion(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "empty.csv").write_text("arrival_s,context_tokens\n", encoding="utf-8")
     question = ("capacity", "llama-3.1-8b", "8xh100", "--slo-ttft", "1s")
     assert "did you mean" not in refusal(capsys, *question, "--requests", tmp_path / "empty.csv")
+
+
+@pytest.mark.parametrize(
+    "question", [{"cluster": -1}, {"cluster": {}}, {"model": 1}, {"num_gpus": "two"}, {"engine": None}]
+)
+def test_a_changed_question_of_a_predictor_is_named(
+    tmp_path: Path, question: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "ttft.json"
+    build = ("predictor", "build", "llama-7b", "1xa100", "--strategy", "single", "--ctx", "1k", "-o", str(path))
+    assert cli.main([*build]) == 0
+    capsys.readouterr()
+    content = json.loads(path.read_text())
+    content["question"] |= question
+    path.write_text(json.dumps(content))
+    assert f"question.{next(iter(question))}" in refusal(capsys, "predictor", "lookup", path, "--ctx", "512")
+
+
+def test_no_answer_with_nan_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = kvrsim.simulate(ctx="1k", gpus=2, strategy="tsp").to_dict()
+    (tmp_path / "a.json").write_text(json.dumps(whole))
+    (tmp_path / "b.json").write_text(json.dumps({**whole, "ttft_s": float("nan")}))
+    assert "b.json: got 'NaN" in refusal(capsys, "compare", tmp_path / "a.json", tmp_path / "b.json")

@@ -79,3 +79,11 @@ def test_cells(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     print_csv(rows)
     assert capsys.readouterr().out == ('name,x_s,parts,link.x,no\na|b\\x1b,0.123456789,"1,2",,\n"c, ""d""",,,true,\n')
+
+
+@pytest.mark.parametrize("name", ["=1+1", "+1", "-2", "@SUM(A1)", "\t=1"])
+def test_a_spreadsheet_computes_no_cell(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    print_csv([{"strategy": name, "gain": -0.5}])
+    (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert row["strategy"].startswith("'")
+    assert float(row["gain"]) == -0.5
