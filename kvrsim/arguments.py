@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
-from kvrsim.choices import EXECUTORS, FLEET_OBJECTIVES, MAP_STRATEGIES, METHODS, POOL_BACKENDS
+from kvrsim.choices import EXECUTORS, FLEET_OBJECTIVES, METHODS, POOL_BACKENDS
 from kvrsim.errors import ABSENT, InputError
 from kvrsim.units import (
     MAX_BYTES_PER_S,
@@ -775,11 +775,12 @@ class MapArgs(Arguments):
     link_bandwidths : RATE,RATE,...
         Link bandwidths to compare, such as 10GB/s,200GB/s. Default: the cluster's own.
     strategies : NAMES|all|FILE.py:NAME
-        Strategies to compare with one GPU.
+        Strategies to compare with one GPU; all: every strategy that plan compares, which takes longer. Default: the
+        main ones, and their hybrids with tensor parallelism.
     """
 
     link_bandwidths: Any = entry(bandwidths, spelling=("--link-bandwidth", "--link-bandwidths"))
-    strategies: Any = entry(strategy_list, MAP_STRATEGIES)
+    strategies: Any = entry(strategy_list)
 
 
 class FleetArgs(Arguments):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
@@ -16,9 +17,10 @@ from kvrsim.notes import note
 from kvrsim.results.question import Question
 from kvrsim.results.results import Answer, Prediction
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy, label_of
+from kvrsim.strategies import Strategy, get_strategy, label_of
 from kvrsim.units import check_places
 from planner.candidates import all_for, distinct
+from planner.deploy_engines import engines_for
 from planner.grid import quick_candidate
 from planner.processes import Pool
 from planner.uncertainty.intervals import is_indistinguishable
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     import pandas
 
 ALONE = "single"
+_HYBRIDS = re.compile(r"tp\d+\+(kvr-s|zigzag|pp)")  # names of the hybrids that a map compares by default
 Known = Literal["interpolated", "at or below the first length", "beyond the last length"]
 
 
@@ -73,7 +76,8 @@ class BreakEven:
     num_gpus: int
     strategy: str
     over: str  # the other, slower strategy
-    context_len: int | None  # tokens, interpolated in logarithms between the map's lengths; None: beyond the map
+    context_len: int | None  # tokens, interpolated in logarithms between the map's lengths; None: beyond up_to
+    up_to: int  # tokens; the longest context of the map at which both strategies fit
     known: Known
 
 
@@ -167,7 +171,10 @@ class StrategyMap(Answer):
         )
 
     def break_evens(self) -> Iterator[BreakEven]:
-        """Break-evens of every strategy against one GPU, and the contexts at which the fastest strategy changes."""
+        """Break-evens of every strategy against one GPU, and the contexts at which the fastest strategy changes.
+
+        Only contexts count at which both strategies fit; a pair that never fits has no break-even.
+        """
         rows: dict[tuple[float, int], list[Place]] = {}  # places of each bandwidth and number of GPUs
         for (bandwidth, _, num_gpus), place in self._places.items():
             rows.setdefault((bandwidth, num_gpus), []).append(place)
@@ -177,8 +184,10 @@ class StrategyMap(Answer):
                 over_single = [(ALONE, name) for name in self.strategies if name != ALONE]
                 over_others = [pair for pair in dict.fromkeys(pairwise(fastest)) if ALONE != pair[0] != pair[1]]
                 for over, name in (*over_single, *over_others):
-                    if all({over, name} <= set(place) for place in places):
-                        yield _break_even(places, name, over)
+                    both_run = all({over, name} <= set(place) for place in places)
+                    both_fit = [place for place in places if both_run and place[over].fits and place[name].fits]
+                    if both_fit:
+                        yield _break_even(both_fit, name, over)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -219,6 +228,7 @@ def _break_even(places: Sequence[Place], name: str, over: str) -> BreakEven:
         strategy=name,
         over=over,
         context_len=context_len,
+        up_to=places[-1][name].context_len,
         known=basis,
     )
 
@@ -229,7 +239,7 @@ def make_map(
     lengths: Sequence[int],
     gpu_counts: Sequence[int],
     bandwidths: Sequence[float] | None = None,
-    strategies: Sequence[str | Strategy] = MAP_STRATEGIES,
+    strategies: Sequence[str | Strategy] | None = None,
     warnings: Sequence[str] = (),
     pool: Pool | None = None,
     on_progress: OnProgress | None = None,
@@ -239,7 +249,8 @@ def make_map(
     A place with more GPUs than tokens is left out, with a note.
 
     scenario: model, request and links. bandwidths: link bandwidths, bytes/s in one direction; None: the cluster's own.
-    strategies: names, "FILE.py:NAME" or Strategies; "all" means every strategy that runs in a place. Searched
+    strategies: names, "FILE.py:NAME" or Strategies; "all" means every strategy that runs in a place; None:
+    MAP_STRATEGIES, and the hybrids of tensor parallelism with kvr-s, zigzag and pp that run in a place. Searched
     chunks are balanced; they are refined if links are slow. pool: processes that simulate; None: this process.
 
     Raises InputError for an unknown name.
@@ -265,20 +276,42 @@ def make_map(
     for here, reasons in results:
         points.extend(here)
         refused |= dict.fromkeys(reasons)
-    return StrategyMap(
+    grid = StrategyMap(
         question=Question.of(
             scenario,
             lengths=list(lengths),
             gpu_counts=list(gpu_counts),
             link_bandwidths=None if bandwidths is None else list(bandwidths),
-            strategies=[label_of(strategy) for strategy in strategies],
+            strategies=None if strategies is None else [label_of(strategy) for strategy in strategies],
         ),
         points=tuple(points),
         warnings=(*warnings, *refused),
     )
+    lacking = _not_launched(scenario, grid)
+    if not lacking:
+        return grid
+    engine_note = note("map, engine", engine=scenario.engine_name, names=", ".join(lacking))
+    return replace(grid, warnings=(*grid.warnings, engine_note))
 
 
-def _at_place(place: Scenario, strategies: Sequence[str | Strategy]) -> tuple[list[MapPoint], list[str]]:
+def _not_launched(scenario: Scenario, grid: StrategyMap) -> list[str]:
+    """Names of the best strategies that the scenario's engine does not launch."""
+    engine = None if scenario.engine is None else scenario.engine.launched_as
+    if engine is None:
+        return []
+    names = dict.fromkeys(winner.strategy for winner in grid.best() if winner.pays)
+    return [name for name in names if not _launches(engine, name)]
+
+
+def _launches(engine: str, name: str) -> bool:
+    """Whether an engine launches a strategy; never a user's own."""
+    try:
+        return engine in engines_for(get_strategy(name))
+    except InputError:
+        return False
+
+
+def _at_place(place: Scenario, strategies: Sequence[str | Strategy] | None) -> tuple[list[MapPoint], list[str]]:
     """The points of a place, and why it has no point for some strategies."""
     points: list[MapPoint] = []
     refused = list[str]()
@@ -293,8 +326,11 @@ def _at_place(place: Scenario, strategies: Sequence[str | Strategy]) -> tuple[li
     return points, refused
 
 
-def _strategies_at(place: Scenario, strategies: Sequence[str | Strategy]) -> Sequence[Strategy]:
+def _strategies_at(place: Scenario, strategies: Sequence[str | Strategy] | None) -> Sequence[Strategy]:
     """One GPU, and the strategies that are compared with it."""
+    if strategies is None:
+        hybrids = [strategy for strategy in all_for(place)[0] if _HYBRIDS.fullmatch(strategy.name)]
+        return distinct((ALONE, *MAP_STRATEGIES, *hybrids))
     everything = all_for(place)[0] if "all" in strategies else ()
     strategies_here = distinct((ALONE, *everything, *(one for one in strategies if one != "all")))
     for strategy in strategies_here:

@@ -36,7 +36,7 @@ def figure(grid: StrategyMap) -> Figure:
     won = {winner.strategy for winner in winners}
     colours = {name: strategy_colour(name).light for name in grid.strategies if name in won}
     line = " · ".join((grid.model, grid.cluster.gpu.name, *grid.question.kernels()))
-    marks = "×: gain over one GPU · ≈: others tie with it · empty: nothing fits in memory"
+    marks = "×: gain over one GPU, even if it is too small · ≈: others tie with it · empty: nothing fits in memory"
     head = Head(title=headline(grid), subtitle=f"{line} · {marks}", width=_WIDTH, entries=colours)
     each, gap, below = 0.34 * len(counts) + 0.2, 0.42, 0.62  # heights in inches
     height = head.height + 0.35 + panels * each + (panels - 1) * gap + below
@@ -220,7 +220,7 @@ def break_even_table(grid: StrategyMap) -> Table:
     rows = columns("links", "faster from context", *(f"{count} GPUs" for count in several))
     cells: dict[tuple[float, str, str], dict[int, str]] = {}
     for one in grid.break_evens():
-        length = f"beyond {format_tokens(grid.lengths[-1])}"
+        length = f"beyond {format_tokens(one.up_to)}"
         if one.context_len is not None:
             exact = one.known == "interpolated"
             length = f"{one.context_len} tokens" if exact else f"at most {format_tokens(one.context_len)}"

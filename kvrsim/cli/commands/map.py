@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from planner.map.map import StrategyMap, Winner
 
 _PLOT = "Draw the fastest strategies over contexts and GPUs: FILE.png, FILE.svg, FILE.pdf, or a page FILE.html."
+_MOST_NAMES = 24  # most strategies whose names are printed
 
 
 @takes(ScenariosArgs, MapArgs, PoolArgs, OutputArgs, fixed={"link_bandwidth": None})
@@ -60,11 +61,14 @@ def map_screen(result: StrategyMap) -> list[Part]:
     too_long = [point.context_len for point in result.points if point.strategy == "single" and not point.fits]
     if too_long:
         shortest = format_tokens(min(too_long))
-        notes.append(f"from {shortest} on, one GPU has too little memory; there the fastest strategy that fits wins")
+        notes.append(
+            f"from {shortest} on, one GPU has too little memory: there, gains (×) are over a time as if it fitted"
+        )
     ties = f"{TIED}N: N others tie, the difference is within its prediction interval (--json says which)"
     table = facts(
         ("ties:", ties if any(winner.ties and winner.pays for winner in result.winners()) else None),
         ("memory:", limit_text(result.memory_limit)),
+        ("compared:", compared_text(result)),
         *note_rows((*notes, *result.warnings)),
     )
     head = header(result.question, result.cluster, f"Fastest strategy for {result.model}")
@@ -72,6 +76,16 @@ def map_screen(result: StrategyMap) -> list[Part]:
     if (break_evens := break_even_table(result)).rows:
         parts += ["", break_evens]
     return [*parts, "", table]
+
+
+def compared_text(result: StrategyMap) -> str:
+    """The strategies on the map, and whether plan compares more."""
+    names = result.strategies
+    text = ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} strategies (--json names them)"
+    asked = dict(result.question.options)["strategies"]
+    if asked is not None and "all" in asked:
+        return text
+    return f"{text}; kvrsim plan compares more of them: so does --strategies all"
 
 
 def _best_by_context(best: list[Winner]) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -127,4 +128,41 @@ def test_a_map_has_an_answer_where_only_pipelines_fit() -> None:
     result = kvrsim.map_strategies(model="llama-3.1-70b", cluster="2x8xh100", ctx="1M", gpus=16)
     (best,) = result.best()
     assert best.strategy == "pp"
-    assert {point.strategy for point in result.points if point.fits} == {"pp"}
+    assert {point.strategy.rpartition("+")[2] for point in result.points if point.fits} == {"pp"}
+
+
+def test_a_break_even_is_of_strategies_that_fit() -> None:
+    """On one GPU of 80 GiB, a model of 70 billion parameters never fits, nor do chunks of KV-Runahead."""
+    question: dict[str, Any] = {"model": "llama-3.1-70b", "cluster": "8xh100", "ctx": "8k,32k", "gpus": "8"}
+    result = kvrsim.map_strategies(**question)
+    fits = {point.strategy: point.fits for point in result.points if point.context_len == 8192}
+    assert not fits["single"]
+    assert not fits["kvr-s"]
+    for row in result.break_evens():
+        assert fits[row.strategy]
+        assert fits[row.over]
+    result = kvrsim.map_strategies(model="llama-7b", cluster="a100-nvlink", ctx="4k,8k,32k", gpus="2")
+    longest = max(point.context_len for point in result.points if point.strategy == "single" and point.fits)
+    assert longest < 32768
+    assert {row.up_to for row in result.break_evens() if row.over == "single"} == {longest}
+
+
+def test_a_map_agrees_with_a_plan_of_its_strategies() -> None:
+    """Hybrids are on the map by default, so that its best is not slower than that of a plan of the same strategies."""
+    question: dict[str, Any] = {"model": "llama-3.1-70b", "cluster": "2x8xh100", "ctx": "32k", "gpus": 16}
+    result = kvrsim.map_strategies(**question)
+    assert {"tp2+kvr-s", "tp8+pp"} <= set(result.strategies)
+    plan = kvrsim.plan(**question, strategies=result.strategies)
+    (best,) = result.best()
+    assert best.ttft_s <= 1.01 * plan.best.ttft_s
+    everything = kvrsim.map_strategies(**question, strategies="all")
+    assert set(result.strategies) <= set(everything.strategies)
+
+
+def test_a_best_strategy_that_the_engine_does_not_launch_is_said() -> None:
+    question: dict[str, Any] = {"model": "llama-3.1-8b", "cluster": "8xh100", "ctx": "32k", "gpus": 8}
+    for strategies, is_said in (("tp2+kvr-s", True), ("tp", False)):
+        result = kvrsim.map_strategies(**question, strategies=strategies, engine="vllm")
+        (best,) = result.best()
+        assert best.strategy == strategies
+        assert bool([text for text in result.warnings if f"vllm does not launch {strategies}" in text]) == is_said
