@@ -91,6 +91,23 @@ def fits(scenario: Scenario, memory: tuple[RankMemory, ...]) -> bool:
     return all(rank.total <= limit_bytes for rank in memory)
 
 
+def bytes_of_layers(scenario: Scenario) -> tuple[float, ...]:
+    """Bytes of the weights and the KV-cache of each layer; with the embedding in the first and the head in the last.
+
+    scenario: per rank of a pipeline.
+    """
+    parts, model, width = _Parts(scenario), scenario.share, scenario.request.dtype_bytes
+    caches = [parts.cache(kind, scenario.request.context_len) for kind in model.layer_kinds]
+    layers = [
+        weights + caches[kind] for weights, kind in zip(model.layer_bytes(width), model.layer_kind_index, strict=True)
+    ]
+    layers[0] += model.embedding_bytes(width)
+    layers[-1] += model.head_bytes(width)
+    if model.tie_word_embeddings:
+        layers[-1] += model.vocab_size * model.hidden_size * width
+    return tuple(layers)
+
+
 class _Parts:
     """Bytes that a GPU holds for one batch, part by part."""
 
@@ -115,11 +132,11 @@ class _Parts:
         caches, gathered = [], []
         for kind, layer, in_flight_bytes in zip(program.layers, model.layer_kinds, in_flight, strict=True):
             shares = access.share and not isinstance(layer.mixer, Recurrence)  # ranks keep only a share of the prefix
-            others = self._cache(layer, request.cached_prefix) * (1.0 - access.share) if shares else 0.0
+            others = self.cache(layer, request.cached_prefix) * (1.0 - access.share) if shares else 0.0
             cached = [float(op.kv_bytes[0]) for op in kind[rank] if isinstance(op, Compute) and op.kv_bytes is not None]
             # Bytes that are loaded for only this layer count as in flight.
             dropped = sum(op.nbytes.item() for op in kind[rank] if isinstance(op, Load) and not op.ahead)
-            peak = max(cached, default=self._cache(layer, request.context_len)) - dropped
+            peak = max(cached, default=self.cache(layer, request.context_len)) - dropped
             gathers = strategy.gathers_kv and access.access == "pass-kv"
             caches.append(peak - others * gathers)
             gathered.append(in_flight_bytes + peak - caches[-1])
@@ -148,9 +165,9 @@ class _Parts:
         model, context, longest = self.model, context_ranks(strategy), max(partition.chunk_lens)
         piece = -(-longest // context)
         layer_bytes, kinds = model.layer_bytes(self.width), model.layer_kind_index
-        each = [self._cache(kind, self.request.context_len) for kind in model.layer_kinds]
+        each = [self.cache(kind, self.request.context_len) for kind in model.layer_kinds]
         cached = [each[kind] for kind in kinds]
-        gathered = [self._cache(kind, longest) if context > 1 else 0.0 for kind in model.layer_kinds]
+        gathered = [self.cache(kind, longest) if context > 1 else 0.0 for kind in model.layer_kinds]
         tensors = self.batch * piece * self._elements * self.width
         scores = self._scores(self._all_scores(piece if context == 1 else -(-piece // 2)))
         experts = self._experts(piece, longest)
@@ -174,7 +191,7 @@ class _Parts:
             others = [replace(last, logits=0)] * (context - 1) if last.logits else [last] * (context - 1)
             yield from (*others, last)
 
-    def _cache(self, layer: LayerSpec, tokens: int) -> float:
+    def cache(self, layer: LayerSpec, tokens: int) -> float:
         """Bytes of the cache and the state of `tokens` tokens of each sequence in a layer."""
         if layer.mixer is None:
             return 0.0

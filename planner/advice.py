@@ -28,7 +28,6 @@ from planner.candidates import (
     least_bytes,
     per_rank_scenario,
     search_all,
-    takes_long,
 )
 from planner.promise import OPERATIONS
 
@@ -129,7 +128,7 @@ def _kind(strategy: Strategy) -> str:
 
 
 def _runnable(scenario: Scenario, strategies: Sequence[Strategy]) -> list[Strategy]:
-    """The strategies that run here, need no table and no long simulation, and could fit in memory."""
+    """The strategies that run here, need no table, and could fit in memory."""
     runnable = list[Strategy]()
     for candidate in strategies:
         strategy = replace(candidate, stage_layers=None)  # the layers of stages are searched again
@@ -137,6 +136,6 @@ def _runnable(scenario: Scenario, strategies: Sequence[Strategy]) -> list[Strate
             continue
         with suppress(InputError):
             per_rank_scenario(scenario, strategy)
-            if not takes_long(scenario, strategy) and least_bytes(scenario, strategy) <= scenario.memory_limit.nbytes:
+            if least_bytes(scenario, strategy) <= scenario.memory_limit.nbytes:
                 runnable.append(strategy)
     return runnable

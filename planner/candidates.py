@@ -17,18 +17,28 @@ from kvrsim.arguments import OnProgress, SearchArgs
 from kvrsim.choices import PrefixAccess
 from kvrsim.compile import build_program, columns, for_strategy
 from kvrsim.errors import ABSENT, InputError
-from kvrsim.executors.run import Runner, run_partition
+from kvrsim.executors.run import Run, Runner, run_partition
 from kvrsim.memory import RankMemory, fits, memory_of
+from kvrsim.model.mixers import Recurrence
 from kvrsim.notes import note
 from kvrsim.program import Program, computes_s, waited_s
 from kvrsim.results.results import NotTried
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import STRATEGIES, Strategy, chain_like, get_strategy, hybrid_names, label_of, sizes_names
+from kvrsim.strategies import (
+    STRATEGIES,
+    Strategy,
+    chain_like,
+    get_strategy,
+    hybrid_names,
+    label_of,
+    rare_names,
+    sizes_names,
+)
 from kvrsim.strategies.layers import supported_prefix_access
 from kvrsim.strategies.pipeline import context_ranks, pipeline_computes_s
 from kvrsim.strategies.pipeline import program as pipeline_program
 from kvrsim.units import format_bytes
-from planner.deploy_engines import deploy_engine, engines_with
+from planner.deploy_engines import deploy_engine, engines_with, layout_on_gpus
 from planner.search.minimise import Allowance
 from planner.search.search import SearchResult, search
 from planner.uncertainty.intervals import Interval, interval_of
@@ -42,9 +52,18 @@ ROUGH = "rough"  # name of the method if the pieces were not searched
 _MOST_GAIN = {"search": 0.1, "searched-pieces": 0.15}  # largest share of TTFT that a search is assumed to gain
 _MOST_GAIN_OF_CHAIN = 0.001  # largest assumed gain of a search over a chain's analytical plan with a proven bound
 CHUNKED = "pp1"  # chunked prefill: one stage that takes the context in steps
-_SHORT_PIECES = 64  # pieces per stage for which a pipeline's activations are assumed to be smallest
-_RINGS, _MOST_IN_RINGS = ("ring", "striped", "zigzag-ring", "zigzag"), 128  # cost of simulating rings: ranks²
-_MOST_ON_A_BUS = 8  # GPUs of a bus on which stages with context ranks are compared; each message is simulated
+# Modelled CPU seconds of one core of 2026, from plans of 8 to 1024 GPUs; each within a factor of three.
+_SECONDS_A_MESSAGE = 1.5e-4  # a message on a bus, where each one is simulated
+_SECONDS_A_LINK = 1e-3  # a message of a chain on a bus, with the plan of its chunks
+_SECONDS_A_PAIR = 5e-6  # a message between any two ranks
+_SECONDS_A_ROUND = 4e-8  # a rank's part in a round of a ring or of an all-gather
+_SECONDS_A_STAGE = 5e-4  # a rank of a pipeline
+_SECONDS_A_LAYER = 1.3e-4  # a rank's layer, if layers differ
+_TOO_LONG = "one simulation takes longer than --search-budget allows"
+_RARE = "rarely the fastest; --strategies NAME tries them"
+_EQUAL_LAYERS = 8  # layers of one kind that are simulated until times advance steadily
+_FIRST_SHARE = 2.0  # share of the search budget for first simulations that take long
+_CHEAP_S = 0.3  # strategies whose first simulation takes less are always compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,13 +170,21 @@ class Candidate:
         return {one.operation: one.share for one in self.limits}
 
     @cached_property
+    def _event_run(self) -> Run:
+        return run_partition(self.per_rank, self.strategy, self.partition, timeline=True)
+
+    @property
+    def timeline_error(self) -> float:
+        """Relative difference of the timeline's TTFT from `ttft_s`; on a bus, rounding errors can grow (law P2)."""
+        return self._event_run.ttft_s / self.ttft_s - 1
+
+    @cached_property
     def timeline(self) -> Timeline:
         """All spans, recorded by the event executor, with the basis of each span's seconds."""
         from planner.uncertainty.basis import bases_of
 
-        run = run_partition(self.per_rank, self.strategy, self.partition, timeline=True)
+        run = self._event_run
         assert run.timeline is not None
-        assert abs(run.ttft_s - self.ttft_s) <= 1e-9 * self.ttft_s, "the executors disagree"
         bases = bases_of(self.per_rank, self.strategy, self.partition, run.timeline)
         return replace(run.timeline, bases=bases, shares=self.shares)
 
@@ -346,8 +373,8 @@ class ComparedStrategies(NamedTuple):
     strategies: tuple[Strategy, ...]
     limited: bool = False  # whether the search budget limits the comparison
     notes: tuple[str, ...] = ()  # notes on strategies that the machine or the model does not allow
-    not_compared: tuple[str, ...] = ()  # names: those that cannot fit in memory, least excess first; then long rings
-    not_tried: tuple[NotTried, ...] = ()  # strategies that could fit and are not compared
+    not_compared: tuple[str, ...] = ()  # names of strategies that cannot fit in memory, least excess first
+    rare: tuple[Strategy, ...] = ()  # strategies that run here, but are compared only if no other strategy fits
 
 
 def strategies_to_compare(
@@ -370,42 +397,36 @@ def strategies_to_compare(
         return ComparedStrategies(strategies=requested)
     alone = scenario.cluster.num_gpus == 1
     allowed, notes = _allowed_strategies(scenario, ("single", CHUNKED)) if alone else all_for(scenario)
-    if noisy:
-        allowed = tuple(one for one in allowed if one.group_size == 1 and one.pipeline is None)
+    rare = () if alone else rare_for(scenario)
+
+    def is_meant(strategy: Strategy) -> bool:
+        if noisy and not (strategy.group_size == 1 and strategy.pipeline is None):
+            return False
+        return only is None or only.has(strategy, scenario)
+
+    allowed, rare = (tuple(filter(is_meant, part)) for part in (allowed, rare))
     if only is not None:
-        allowed, notes = tuple(one for one in allowed if only.has(one, scenario)), ()
-    rings = [one.name for one in allowed if names is None and takes_long(scenario, one)]
-    least = {one.name: least_bytes(scenario, one) for one in allowed if one.name not in rings}
-    misfits = [name for name in sorted(least, key=least.__getitem__) if least[name] > scenario.memory_limit.nbytes]
+        notes = ()
+    least = {one.name: least_bytes(scenario, one) for one in allowed}
+    limit_bytes = scenario.memory_limit.nbytes
+    if all(nbytes > limit_bytes for nbytes in least.values()):  # nothing fits is said only of all strategies
+        least |= {one.name: least_bytes(scenario, one) for one in rare}
+        allowed, rare = (*allowed, *rare), ()
+    misfits = [name for name in sorted(least, key=least.__getitem__) if least[name] > limit_bytes]
     if misfits:
         few = " and ".join(misfits) if len(misfits) < 3 else f"{len(misfits)} strategies"
         nearest = "it" if len(misfits) == 1 else f"the nearest, {misfits[0]},"
         needs = format_bytes(least[misfits[0]])
-        limit = format_bytes(scenario.memory_limit.nbytes)
-        notes = (*notes, note("cannot fit", names=few, nearest=nearest, least=needs, limit=limit))
+        notes = (*notes, note("cannot fit", names=few, nearest=nearest, least=needs, limit=format_bytes(limit_bytes)))
     left_out = misfits if len(misfits) < len(least) else misfits[1:]  # if none fits, compare the smallest
-    compared = [one for one in allowed if one.name in least and one.name not in left_out]
+    compared = [one for one in allowed if one.name not in left_out]
     own = [one for one in names or () if one != "all"]
-    not_tried = (NotTried(strategies=tuple(rings), why="they take long to simulate"),) if rings else ()
+    strategies = distinct((*compared, *own))
+    names_compared = {one.name for one in strategies}
+    others = tuple(one for one in rare if one.name not in names_compared)
     return ComparedStrategies(
-        strategies=distinct((*compared, *own)),
-        limited=names is None,
-        notes=notes,
-        not_compared=(*left_out, *rings),
-        not_tried=not_tried,
+        strategies=strategies, limited=names is None, notes=notes, not_compared=tuple(left_out), rare=others
     )
-
-
-def takes_long(scenario: Scenario, strategy: Strategy) -> bool:
-    """Whether simulating the strategy takes long: a ring of many ranks, or stages with context ranks.
-
-    Such stages take long if they have many context ranks, or if all share a bus of many GPUs.
-    """
-    if strategy.pipeline is not None:
-        is_shared = scenario.cluster.shares_bandwidth and scenario.cluster.num_gpus > _MOST_ON_A_BUS
-        return context_ranks(strategy) >= (2 if is_shared else _MOST_IN_RINGS)
-    is_ring = strategy.name.rpartition("+")[2] in _RINGS
-    return is_ring and per_rank_scenario(scenario, strategy).cluster.num_gpus > _MOST_IN_RINGS
 
 
 class Comparison(NamedTuple):
@@ -413,6 +434,7 @@ class Comparison(NamedTuple):
 
     by_name: dict[str, Candidate]
     unsearched: tuple[str, ...] = ()  # strategies that could be the best but were not searched, likeliest first
+    not_tried: tuple[NotTried, ...] = ()  # strategies that could fit and were not compared
 
 
 def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search) -> Comparison:
@@ -420,11 +442,24 @@ def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search)
 
     If `compared.limited`, every partition is rough at first: even pieces, or the chain's analytical plan. Then the
     strategies that could be the best, or the best that engines have, are searched, the likeliest first, until the
-    budget is spent. The budget counts modelled work, not measured time, so that a busy machine finds the same result.
+    budget is spent. Strategies whose first simulation takes long come last, and only within the budget. The budget
+    counts modelled work, not measured time, so that a busy machine finds the same result.
+
+    While nothing fits, the budget does not count: all strategies are tried, the rare ones as well.
     """
-    by_name: dict[str, Candidate] = {}
     limited = compared.limited and search.options.method == "auto"
-    for strategy in compared.strategies:
+    by_name, not_tried = _first_candidates(scenario, compared, search, limited=limited)
+    unsearched = _search_the_likeliest(scenario, compared, search, by_name) if limited else ()
+    return Comparison(by_name, unsearched, not_tried)
+
+
+def _first_candidates(
+    scenario: Scenario, compared: ComparedStrategies, search: Search, *, limited: bool
+) -> tuple[dict[str, Candidate], tuple[NotTried, ...]]:
+    """A candidate of each strategy, rough if limited; and strategies that could fit and are not tried."""
+    by_name: dict[str, Candidate] = {}
+
+    def try_out(strategy: Strategy) -> None:
         rough = limited and strategy.partition_rule in _MOST_GAIN
         by_name[strategy.name] = (
             _rough(scenario, strategy, by_name)
@@ -434,14 +469,42 @@ def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search)
         if search.on_candidate is not None:
             search.on_candidate(by_name[strategy.name])
         if search.on_progress is not None:
-            search.on_progress(len(by_name), None, f"{strategy.name} ({len(by_name)} of {len(compared.strategies)})")
-    if not limited:
-        return Comparison(by_name)
+            number = max(len(by_name), len(compared.strategies))
+            search.on_progress(len(by_name), None, f"{strategy.name} ({len(by_name)} of {number})")
 
+    def any_fits() -> bool:
+        return any(one.fits for one in by_name.values())
+
+    first_s = {strategy: _first_s(scenario, strategy) if limited else 0.0 for strategy in compared.strategies}
+    long = sorted((one for one in compared.strategies if first_s[one] > _CHEAP_S), key=first_s.__getitem__)
+    for strategy in compared.strategies:
+        if strategy not in long:
+            try_out(strategy)
+    left_s, too_long = _FIRST_SHARE * search.options.search_budget, list[str]()
+    for strategy in long:
+        if first_s[strategy] <= left_s or not any_fits():
+            left_s -= first_s[strategy]
+            try_out(strategy)
+        else:
+            too_long.append(strategy.name)
+    if not any_fits():
+        for strategy in (one for one in compared.rare if _could_fit(scenario, one)):
+            try_out(strategy)
+    if not any_fits() and limited and compared.not_compared:  # the nearest of those that cannot fit
+        try_out(get_strategy(compared.not_compared[0]))
+    rare = [one.name for one in compared.rare if one.name not in by_name]
+    reasons = {_TOO_LONG: too_long, _RARE: rare if any_fits() else []}
+    return by_name, tuple(NotTried(strategies=tuple(names), why=why) for why, names in reasons.items() if names)
+
+
+def _search_the_likeliest(
+    scenario: Scenario, compared: ComparedStrategies, search: Search, by_name: dict[str, Candidate]
+) -> tuple[str, ...]:
+    """Search strategies that could be the best, the likeliest first; return those that the budget leaves unsearched."""
     left_s, unsearched = search.options.search_budget, list[str]()
-    own = {one.name: one for one in compared.strategies}
+    own = {one.name: one for one in (*compared.strategies, *compared.rare)}
     has = search.engine.has if search.engine else engines_with
-    has_engine = {name: bool(has(one, scenario)) for name, one in own.items()}
+    has_engine = {name: bool(has(own[name], scenario)) for name in by_name if name in own}
     for one in sorted((one for one in by_name.values() if is_rough(one) and one.fits), key=_least_s):
         rivals = [each for each in by_name.values() if each.fits]
         if has_engine[one.strategy.name]:
@@ -453,15 +516,19 @@ def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search)
             unsearched.append(one.strategy.name)
             continue
         strategy = own[one.strategy.name]
-        allowance = Allowance(left_s=left_s / 2, each_s=_each_s(one), to_beat_s=to_beat_s)
+        work = _work(one.per_rank, one.strategy, len(one.partition.chunk_lens))
+        if work.program_s > left_s:
+            unsearched.append(one.strategy.name)
+            continue
+        allowance = Allowance(left_s=left_s / 2, each_s=work.partition_s, program_s=work.program_s, to_beat_s=to_beat_s)
         candidate = replace(search, allowance=allowance).candidate(scenario, strategy, _chain(by_name, strategy))
         assert candidate.search is not None
-        left_s -= candidate.search.report.evaluations * allowance.each_s
+        left_s -= left_s / 2 - allowance.left_s
         if candidate.fits and candidate.ttft_s < one.ttft_s:
             by_name[strategy.name] = candidate
             if search.on_candidate is not None:
                 search.on_candidate(candidate)
-    return Comparison(by_name, tuple(unsearched))
+    return tuple(unsearched)
 
 
 def _least_s(one: Candidate) -> float:
@@ -505,15 +572,42 @@ def is_rough(one: Candidate) -> bool:
     return one.search is not None and one.search.report.method in ("analytical", ROUGH)
 
 
-def _each_s(one: Candidate) -> float:
-    """Estimated seconds that evaluating one partition takes on one CPU core of 2026."""
-    ranks, layers = one.per_rank.cluster.num_gpus, one.per_rank.share.num_hidden_layers
-    if one.per_rank.cluster.shares_bandwidth:
-        return 3e-7 * layers * ranks * (1 if one.strategy.chains else ranks)
-    if one.strategy.pipeline is not None:  # 0.1 ms per step of all stages, for all partitions of a round
-        pieces = len(one.partition.chunk_lens)
-        return 1e-4 * (pieces + ranks) / min(max(4096 // pieces, 48), 192)
-    return 1e-6 * ranks * (8 if not one.per_rank.chain_is_proven else 1 if one.strategy.chains else 2)
+class _Work(NamedTuple):
+    """Modelled CPU seconds of simulations on one core of 2026."""
+
+    program_s: float  # for each batch of partitions, which share a program
+    partition_s: float  # for each partition of a batch
+
+
+def _work(per_rank: Scenario, strategy: Strategy, pieces: int) -> _Work:
+    """The modelled work of a strategy's simulations; pieces: their number, for pipelines."""
+    ranks, layers = per_rank.cluster.num_gpus, per_rank.share.num_hidden_layers
+    if per_rank.cluster.shares_bandwidth:
+        messages = layers * ranks * (1 if strategy.chains else ranks)
+        seconds = _SECONDS_A_LINK if strategy.chains else _SECONDS_A_MESSAGE
+        return _Work(seconds * messages, 3e-7 * messages)
+    if strategy.pipeline is not None:  # 0.1 ms per step of all stages, for all partitions of a round
+        partition_s = 1e-4 * (pieces + ranks) / min(max(4096 // pieces, 48), 192)
+        return _Work(_SECONDS_A_STAGE * ranks, partition_s)
+    if strategy.partition_rule != "search":
+        kinds = len(per_rank.share.layer_kinds)
+        return _Work(_SECONDS_A_ROUND * (min(layers, _EQUAL_LAYERS) if kinds == 1 else layers) * ranks * ranks, 0.0)
+    if strategy.near_chain and not strategy.chains:
+        return _Work(_SECONDS_A_PAIR * layers * ranks * ranks, 2e-8 * layers * ranks * ranks)
+    if not per_rank.chain_is_proven:
+        return _Work(_SECONDS_A_LAYER * layers * ranks, 8e-6 * ranks)
+    return _Work(0.0, 1e-6 * ranks * (1 if strategy.chains else 2))
+
+
+def _first_s(scenario: Scenario, strategy: Strategy) -> float:
+    """Modelled CPU seconds of the first simulation of a strategy."""
+    per_rank = per_rank_scenario(scenario, strategy)
+    pieces = min(per_rank.request.new_tokens, per_rank.cluster.num_gpus)
+    return sum(_work(per_rank, strategy, pieces))
+
+
+def _could_fit(scenario: Scenario, strategy: Strategy) -> bool:
+    return least_bytes(scenario, strategy) <= scenario.memory_limit.nbytes
 
 
 def least_bytes(scenario: Scenario, strategy: Strategy) -> int:
@@ -524,7 +618,11 @@ def least_bytes(scenario: Scenario, strategy: Strategy) -> int:
     """
     per_rank = per_rank_scenario(scenario, strategy)
     tokens, ranks = per_rank.request.new_tokens, per_rank.cluster.num_gpus
-    number = min(_SHORT_PIECES * ranks, tokens // context_ranks(strategy)) if strategy.pipeline is not None else ranks
+    number = ranks
+    if strategy.pipeline is not None:
+        from planner.search.pipeline import piece_numbers  # imported only for pipelines
+
+        number = max(piece_numbers(per_rank, strategy), default=1)
     # Strategies near KVR's chain hold its weights and cache, and the chain has fewer messages.
     like = chain_like(strategy) if strategy.near_chain else strategy
     even = Partition.even(tokens, max(1, number))
@@ -563,14 +661,28 @@ def hybrids(scenario: Scenario) -> tuple[str, ...]:
     node = min(num_gpus, per_node or num_gpus)
     chunked = (f"tp{num_gpus}+{CHUNKED}",) if num_gpus > 1 else ()
     names = (*hybrid_names(group_sizes(num_gpus, per_node)), *sizes_names(num_gpus, node), *chunked)
-    if num_gpus == 1 or not any(layer.num_experts for layer in scenario.model.layer_kinds):
+    if any(isinstance(layer.mixer, Recurrence) for layer in scenario.model.layer_kinds):  # zigzag passes no state
+        names = tuple(name.replace("+zigzag-ring", "+ring") for name in names)
+    if num_gpus == 1 or not _is_mixture(scenario):
         return names
     stages = f"+pp{num_gpus // node}" * (num_gpus > node)
-    attention = [f"{part}{node}{stages}+ep{node}" for part in ("tp", "dp", "cp")]
-    attention += [f"{part}{num_gpus}+ep{num_gpus}" for part in ("tp", "dp", "cp")]
+    parts = (("tp", ""), ("dp", ""), ("cp", ""), ("cp", "-i"))
+    attention = [f"{part}{node}{end}{stages}+ep{node}" for part, end in parts]
+    attention += [f"{part}{num_gpus}{end}+ep{num_gpus}" for part, end in parts]
     attention += [f"dp{num_gpus // node}+tp{node}+ep{num_gpus}"] * (num_gpus > node)
     spread = dict.fromkeys(attention)
     return (*names, *(name for name in spread if engines_with(get_strategy(name), scenario)))
+
+
+def _is_mixture(scenario: Scenario) -> bool:
+    return any(layer.num_experts for layer in scenario.model.layer_kinds)
+
+
+def rare_for(scenario: Scenario) -> tuple[Strategy, ...]:
+    """Strategies outside `all` that run here without a table: hybrids and layouts that are rarely the fastest."""
+    known = {layout_on_gpus(strategy, scenario) for strategy in all_for(scenario)[0]}
+    allowed, _ = _allowed_strategies(scenario, rare_names(scenario.num_gpus, is_mixture=_is_mixture(scenario)))
+    return tuple(one for one in distinct(allowed) if layout_on_gpus(one, scenario) not in known)
 
 
 def _allowed_strategies(scenario: Scenario, names: Sequence[str]) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvrsim.arguments import SearchArgs, TargetArgs
 from kvrsim.errors import InputError
-from kvrsim.notes import note
+from kvrsim.notes import note, without
 from kvrsim.program import AllGather, AllToAll, Op, Program, RingPass
 from kvrsim.results.question import Question
 from kvrsim.results.results import (
@@ -19,6 +19,7 @@ from kvrsim.results.results import (
     Bounds,
     ChainBound,
     NoiseReport,
+    NotTried,
     PipelineBound,
     Plan,
     Promise,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 MOST_SPANS = 200_000  # maximum number of spans of all timelines except the first; a browser handles this number
 _BASELINES = ("tsp", "tp", "kvr-e", "single")  # the baseline of speed-ups is the first of these that fits
 _MOST_BOUND_TOKENS = 2**22  # most tokens for a pipeline's bound, which has an array entry per token
+_SAME = 1e-9  # relative difference of two executors' TTFTs that is rounding
 _LEAST_GAIN = 0.0005  # smaller gains are printed as 0.0 %
 
 
@@ -92,6 +94,7 @@ def make_plan(
     results = [ranking.result(one) for one in ranking.ranked]
     first = next(one for one in results if one.strategy == ranking.best.strategy.name)
     timed, untimed = ranking.timed(timelines)
+    notes = compared.notes if first.fits else without(compared.notes, "cannot fit")  # the shortfall says more
     return Plan.of(
         {
             "bounds": ranking.bounds,
@@ -103,12 +106,12 @@ def make_plan(
         first=first,
         strategies=tuple(results),
         yardstick=ranking.baseline.strategy.name if ranking.baseline else None,
-        not_compared=compared.not_compared,
-        not_tried=compared.not_tried,
+        not_compared=tuple(name for name in compared.not_compared if name not in ranking.names),
+        not_tried=ranking.not_tried,
         engine=None if search.engine is None else search.engine.name,
         search=ranking.search_report(),
         rests_on=provenance(scenario),
-        warnings=(*warnings, *compared.notes, *ranking.notes(search), *untimed),
+        warnings=(*warnings, *notes, *ranking.notes(search), *untimed),
         interval_coverage=measured_coverage(scenario),
         noise=_noise_report(disturbance),
         shortfall=_shortfall(ranking),
@@ -137,6 +140,7 @@ class Ranking:
     scenario: Scenario
     candidates: tuple[Candidate, ...]
     unsearched: tuple[str, ...]  # strategies that could be the best but exceeded the search budget
+    not_tried: tuple[NotTried, ...]  # strategies that could fit and were not compared
     engine: ForEngine | None  # engine of the plan's launch
     noisy: Mapping[str, Distribution]  # distribution of TTFT under noise, by strategy; empty: no noise
 
@@ -154,10 +158,21 @@ class Ranking:
                 disturbance.check(strategy)
             if strategy.partition_rule == "table":
                 search.candidate(scenario, strategy)
-        by_name, unsearched = search_all(scenario, compared, search)
-        candidates = tuple(by_name.values())
-        noisy = {} if disturbance is None else _under_noise(even, candidates, disturbance, search)
-        return cls(scenario=scenario, candidates=candidates, unsearched=unsearched, engine=search.engine, noisy=noisy)
+        comparison = search_all(scenario, compared, search)
+        candidates = tuple(comparison.by_name.values())
+        return cls(
+            scenario=scenario,
+            candidates=candidates,
+            unsearched=comparison.unsearched,
+            not_tried=comparison.not_tried,
+            engine=search.engine,
+            noisy={} if disturbance is None else _under_noise(even, candidates, disturbance, search),
+        )
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the compared strategies."""
+        return {one.strategy.name for one in self.candidates}
 
     @cached_property
     def ranked(self) -> tuple[Candidate, ...]:
@@ -319,7 +334,19 @@ class Ranking:
             else:
                 room -= count
                 timed.append(one)
-        return timed, [note("timelines", strategies=", ".join(missing), most=MOST_SPANS)] if missing else []
+        notes = [note("timelines", strategies=", ".join(missing), most=MOST_SPANS)] if missing else []
+        recorded = timed if which == "all" else [self.best] if which == "best" else []
+        return timed, [*notes, *self._timeline_notes(recorded)]
+
+    def _timeline_notes(self, timed: Sequence[Candidate]) -> list[str]:
+        """A note if rounding errors make timelines on a bus differ from the TTFTs."""
+        if not self.scenario.cluster.shares_bandwidth:
+            return []
+        errors = {one.strategy.name: abs(one.timeline_error) for one in timed}
+        far = [name for name, error in errors.items() if error > _SAME]
+        if not far:
+            return []
+        return [note("timeline error", strategies=", ".join(far), error=f"{100 * max(errors.values()):.1g} %")]
 
     def advice(self, search: Search, *, is_named: bool) -> tuple[Advice, ...]:
         """Simulated changes of the question that are faster; none under noise, or if no candidate fits."""

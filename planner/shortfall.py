@@ -9,35 +9,35 @@ from dataclasses import replace
 
 from kvrsim.errors import InputError
 from kvrsim.hardware import Cluster, builtin_clusters, load_cluster
-from kvrsim.memory import memory_of
 from kvrsim.results.results import Remedy, Shortfall
-from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import Strategy
-from kvrsim.strategies.pipeline import context_ranks
-from planner.candidates import Candidate, all_for, choose_partition, distinct, per_rank_scenario, takes_long
+from kvrsim.scenario import Scenario
+from planner.candidates import Candidate, Search, all_for, distinct, least_bytes, rare_for
 
-_MOST_TIMES, _MOST_GPUS = 16, 512  # largest factor on the GPUs, and largest number of GPUs, that are tried
+_MOST_GPUS = 1024  # most GPUs that are tried
 _RULES = ("whole", "even", "pieces")  # partition rules without a long search
-_TRIED = 2  # number of strategies that are tried, in order of their estimated peaks
 _DTYPE = "fp8"  # dtype with the smallest weights
 
 
 def shortfall_of(scenario: Scenario, candidates: Sequence[Candidate]) -> Shortfall:
     """The memory that the nearest candidate lacks if none of the candidates fits, and remedies that would fit.
 
-    The remedies are another strategy without a long search on the same GPUs; if there is none, more GPUs (doubled until
-    a strategy fits), and FP8 weights if the profile has them; and the memory fraction that the nearest candidate needs.
+    The remedies are another strategy on the same GPUs, if not all were compared; if there is none, more GPUs (doubled
+    until a strategy fits, up to 1024), and FP8 weights if the profile has them; and the memory fraction that the
+    nearest candidate needs.
     """
     nearest = min(candidates, key=_peak)
     peak = _peak(nearest)
     compared = {one.strategy.name for one in candidates}
     remedies = _first_that_fits(scenario, compared, "")
+    most_gpus = scenario.num_gpus
     if not remedies:
-        remedies = (*_more_gpus(scenario), *_smaller_weights(scenario))
+        remedies, most_gpus = _more_gpus(scenario)
+        remedies = (*remedies, *_smaller_weights(scenario))
     return Shortfall(
         strategy=nearest.strategy.name,
         peak_bytes=peak,
         over_bytes=peak - scenario.memory_limit.nbytes,
+        most_gpus_tried=most_gpus,
         would_fit=(*remedies, *_more_memory(scenario, nearest.strategy.name, peak)),
     )
 
@@ -46,19 +46,19 @@ def _peak(one: Candidate) -> int:
     return max(rank.total for rank in one.memory)
 
 
-def _more_gpus(scenario: Scenario) -> tuple[Remedy, ...]:
-    has, times = _ports(scenario.cluster), 2
-    while times <= min(_MOST_TIMES, _MOST_GPUS // scenario.num_gpus):
+def _more_gpus(scenario: Scenario) -> tuple[tuple[Remedy, ...], int]:
+    """The remedy with the fewest GPUs that were tried, and the most GPUs that were tried."""
+    has, tried = _ports(scenario.cluster), scenario.num_gpus
+    while 2 * tried <= _MOST_GPUS:
         try:
-            larger = scenario.on_gpus(times * scenario.num_gpus)
+            larger = scenario.on_gpus(2 * tried)
         except InputError:  # exceeds the limit of a cluster
-            return ()
-        num_gpus = larger.num_gpus
-        change = f"--gpus {num_gpus}" if num_gpus <= has else f"a cluster of {num_gpus} GPUs,"
+            break
+        tried = larger.num_gpus
+        change = f"--gpus {tried}" if tried <= has else f"a cluster of {tried} GPUs,"
         if remedies := _first_that_fits(larger, (), change):
-            return remedies
-        times *= 2
-    return ()
+            return remedies, tried
+    return (), tried
 
 
 def _ports(cluster: Cluster) -> float:
@@ -84,32 +84,23 @@ def _more_memory(scenario: Scenario, strategy: str, peak: int) -> Iterator[Remed
 
 
 def _first_that_fits(scenario: Scenario, compared: Iterable[str], change: str) -> tuple[Remedy, ...]:
-    """The strategy with the least peak, if it fits, among other strategies that need no long search.
+    """The strategy with the least peak among other strategies whose partition is not searched, if it fits.
 
-    Pipelines are ordered by their peak with two pieces per GPU; whether a pipeline fits depends on its own pieces.
+    A pipeline needs the least memory with the largest number of even pieces. Its peak is that of the fastest pieces
+    that fit, except on a bus, where these take long to find.
     """
-    candidates = []
-    for strategy in distinct(all_for(scenario)[0]):
+    least = {}
+    for strategy in distinct((*all_for(scenario)[0], *rare_for(scenario))):
         if strategy.partition_rule in _RULES and strategy.name not in compared:
             with suppress(InputError):  # for example, fewer tokens than GPUs
-                if not takes_long(scenario, strategy):
-                    candidates.append((_rough_peak(scenario, strategy), strategy.name, strategy))
-    for rough, name, strategy in sorted(candidates)[:_TRIED]:
-        per_rank = per_rank_scenario(scenario, strategy)
-        memory = rough
-        if strategy.partition_rule == "pieces":
-            memory = max(rank.total for rank in memory_of(per_rank, *choose_partition(per_rank, strategy)))
-        if memory <= scenario.memory_limit.nbytes:
-            return (_remedy(scenario, name, memory, f"{change} --strategies {name}".strip()),)
-    return ()
-
-
-def _rough_peak(scenario: Scenario, strategy: Strategy) -> int:
-    per_rank = per_rank_scenario(scenario, strategy)
-    tokens, ranks = per_rank.request.new_tokens, per_rank.cluster.num_gpus
-    number = min(2 * ranks, tokens // context_ranks(strategy)) if strategy.pipeline is not None else ranks
-    partition = Partition.even(tokens, max(1, number))
-    return max(rank.total for rank in memory_of(per_rank, strategy, partition))
+                least[strategy] = least_bytes(scenario, strategy)
+    if not least or min(least.values()) > scenario.memory_limit.nbytes:
+        return ()
+    strategy = min(least, key=least.__getitem__)
+    peak = least[strategy]
+    if strategy.partition_rule == "pieces" and not scenario.cluster.shares_bandwidth:
+        peak = _peak(Search().candidate(scenario, strategy))
+    return (_remedy(scenario, strategy.name, peak, f"{change} --strategies {strategy.name}".strip()),)
 
 
 def _remedy(scenario: Scenario, strategy: str, peak: int, change: str) -> Remedy:

@@ -156,6 +156,7 @@ class Shortfall:
     strategy: str  # the compared strategy that comes nearest to fitting
     peak_bytes: int  # peak memory of its GPU that needs the most
     over_bytes: int  # bytes of that peak above the memory limit
+    most_gpus_tried: int  # most GPUs on which a strategy was looked for that fits
     would_fit: tuple[Remedy, ...]  # empty: no change that was tried makes a strategy fit
 
 
@@ -412,7 +413,7 @@ class Plan(Answer, OnFirstUse):
     first: StrategyResult  # the best one; where none fits, the one that needs the least memory
     strategies: tuple[StrategyResult, ...]
     yardstick: str | None  # baseline of speed-ups: the first of TSP, TP, KVR-E, one GPU and the best that fits
-    not_compared: tuple[str, ...]  # strategies that cannot fit, and by default those that take long to simulate
+    not_compared: tuple[str, ...]  # strategies that cannot fit, the nearest first
     not_tried: tuple[NotTried, ...] = ()  # strategies that could fit and are not compared
     engine: str | None = None  # the engine that launches the plan; None: none is asked for
     advice: tuple[Advice, ...] = ()  # simulated changes of the question that are faster, the fastest first

@@ -26,7 +26,9 @@ STRATEGIES = {
     )
 }
 # Strategies in the hybrids of `all`; users may name others, except single and tp.
-_IN_HYBRIDS = ("kvr-s", "ring", "zigzag", "pp", "pp-s")
+_IN_HYBRIDS = ("kvr-s", "zigzag-ring", "zigzag", "pp", "pp-s")
+# Strategies in hybrids that are rarely the fastest; they are tried only if no other strategy fits.
+_IN_RARE_HYBRIDS = ("tsp", "kvr-e", "kvr-b", "kvr-direct", "ring", "striped", "interleave", "ulysses")
 
 
 def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
@@ -127,6 +129,28 @@ def chain_like(strategy: Strategy) -> Strategy:
 def hybrid_names(sizes: Sequence[int]) -> tuple[str, ...]:
     """Names of the hybrids tpN+NAME in `all`, for these sizes N."""
     return tuple(f"tp{size}+{name}" for size in sizes for name in _IN_HYBRIDS)
+
+
+def rare_names(num_gpus: int, *, is_mixture: bool) -> tuple[str, ...]:
+    """Names of the other hybrids and layouts over all GPUs, with sizes that are powers of two.
+
+    These are hybrids with strategies that are rarely the fastest, and every split into tensor, pipeline, context and
+    data ranks. is_mixture: also with experts spread over all GPUs of a stage.
+    """
+    powers = [2**exponent for exponent in range(17) if num_gpus % 2**exponent == 0]
+    names = []
+    for tensor in powers:
+        head = f"tp{tensor}+" * (tensor > 1)
+        if 1 < tensor < num_gpus:
+            names += [f"{head}{name}" for name in _IN_RARE_HYBRIDS]
+        for stages in [power for power in powers if num_gpus % (tensor * power) == 0]:
+            rest, middle = num_gpus // (tensor * stages), f"pp{stages}+" * (stages > 1)
+            layouts = [f"{head}{middle}{part}{rest}{end}" for part, end in (("cp", ""), ("cp", "-i"), ("dp", ""))]
+            if rest == 1:
+                layouts = [f"{head}{middle}".removesuffix("+")] * (stages > 1)
+            names += [layout for layout in layouts if layout not in STRATEGIES]
+            names += [f"{layout}+ep{tensor * rest}" for layout in layouts if is_mixture and tensor * rest > 1]
+    return tuple(dict.fromkeys(names))
 
 
 def sizes_names(num_gpus: int, together: int) -> tuple[str, ...]:

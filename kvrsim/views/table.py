@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvrsim.results.results import Plan, Promise, PromptShare, SimResult, StrategyResult
 
 INTERVAL_TITLES = ("80 %\ninterval", "prediction\ninterval")
+ROUGH = "*"  # mark of a strategy whose partition was not searched
 TIED = "≈"  # mark of a strategy that the prediction cannot distinguish from the best
 _CLAIMED = 0.7, 0.9  # intervals with a coverage in this range are called 80 % intervals
 _FEW = 8  # largest number of chunks that are all written out
@@ -177,7 +178,7 @@ def strategies_table(plan: Plan, *, short: bool = False) -> Table:
     table = Table(columns=columns_here)
     for one in rows:
         cells = (
-            f"{one.strategy} {TIED}" if plan.feasible and one.is_tied else one.strategy,
+            _marked(plan, one),
             format_partition(one.partition),
             Cell(shown=_in_unit(unit, one.ttft_s), value=one.ttft_s),
             Cell(shown=_in_unit(unit, one.ttft_low_s, one.ttft_high_s), value=one.ttft_high_s),
@@ -222,6 +223,13 @@ def tie_text(plan: Plan, rows: Sequence[StrategyResult]) -> str | None:
     if len(nearer) > 1:
         certain = f"The smaller differences to {names} are certain, because these share more of that error"
     return f"{meaning} {certain} with {best.strategy}."
+
+
+def _marked(plan: Plan, one: StrategyResult) -> str:
+    """The strategy's name with its marks."""
+    tied = f" {TIED}" if plan.feasible and one.is_tied else ""
+    rough = "" if one.searched else f" {ROUGH}"
+    return f"{one.strategy}{tied}{rough}"
 
 
 def _in_unit(unit: str, *ends_s: float) -> str:
@@ -395,4 +403,5 @@ def _would_fit(plan: Plan) -> Iterator[str]:
         gpus = f"{one.num_gpus} GPU{'s' * (one.num_gpus != 1)}"
         yield f"Would fit: {one.strategy} on {gpus}, {one.dtype}, {format_bytes(one.peak_bytes)} per GPU: {one.change}"
     if not plan.shortfall.would_fit:
-        yield ("No strategy would fit on up to 16 times as many GPUs. Strategies with long searches were not tried.")
+        tried = plan.shortfall.most_gpus_tried
+        yield f"No strategy fits on up to {tried} GPUs." if tried > plan.num_gpus else "More GPUs were not tried."

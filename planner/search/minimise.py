@@ -25,6 +25,7 @@ class Allowance:
 
     left_s: float
     each_s: float  # estimated time per partition on one core of 2026
+    program_s: float = 0.0  # estimated time per batch of partitions
     to_beat_s: float = math.inf  # TTFT to beat: the search may end when it cannot find a shorter one
 
 
@@ -94,7 +95,7 @@ class Evaluator:
     def _count(self, number: int, least_s: float) -> None:
         """Count and report evaluations; least_s: the least of their TTFTs."""
         if self.allowance is not None:
-            self.allowance.left_s -= self.allowance.each_s * number
+            self.allowance.left_s -= self.allowance.program_s + self.allowance.each_s * number
         self.evaluations += number
         self.best_s = min(self.best_s, least_s)
         self.report()

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvrsim.arguments import OnProgress
 from kvrsim.engine import DEVIATES_OF_80_PERCENT
 from kvrsim.errors import InputError
-from kvrsim.memory import fits, memory_of
+from kvrsim.memory import bytes_of_layers, fits, memory_of
 from kvrsim.program import Array
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Partition, Scenario
@@ -126,9 +126,46 @@ def search_pipeline(
     row, ttft_s = run.run(given)
     lengths, layers = (tuple(map(int, one[0])) for one in run.partitions(row[None]))
     evaluations = run.evaluator.evaluations
-    report = SearchReport(method=run.method, evaluations=evaluations, seconds=time.perf_counter() - begin_s)
     strategy, partition = replace(strategy, stage_layers=layers), Partition(chunk_lens=lengths)
+    if pieces is None and not fits(scenario, memory_of(scenario, strategy, partition)):
+        strategy, partition, ttft_s = _that_fits(scenario, strategy) or (strategy, partition, ttft_s)
+    report = SearchReport(method=run.method, evaluations=evaluations, seconds=time.perf_counter() - begin_s)
     return SearchResult(scenario=scenario, strategy=strategy, partition=partition, ttft_s=ttft_s, report=report)
+
+
+def _that_fits(scenario: Scenario, strategy: Strategy) -> tuple[Strategy, Partition, float] | None:
+    """The fastest even pieces that fit in memory, with even layers or with layers of equal bytes; None: none fit."""
+    num_stages, num_layers = scenario.cluster.num_gpus, scenario.share.num_hidden_layers
+    found = []
+    for layers in {even_layers(num_layers, num_stages), layers_of_equal_bytes(bytes_of_layers(scenario), num_stages)}:
+        changed = replace(strategy, stage_layers=layers)
+        partition, ttft_s = _best_even_pieces(Evaluator(scenario, changed))
+        if fits(scenario, memory_of(scenario, changed, partition)):
+            found.append((changed, partition, ttft_s))
+    return min(found, key=itemgetter(2), default=None)
+
+
+def layers_of_equal_bytes(layer_bytes: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Layers per stage, at least one, such that the stage with the most bytes has as few as possible."""
+    num_layers = len(layer_bytes)
+    until = np.concatenate([[0.0], np.cumsum(layer_bytes)])
+    most = until[1:]  # by number of layers: bytes of the fullest stage, with the stages so far
+    ends = []  # by stage and number of layers: the layers before the stage
+    for stage in range(1, num_stages):
+        # least[end] over the layers `first` before this stage, of which each earlier stage has at least one
+        choices = [
+            min(
+                ((max(most[first - 1], until[end] - until[first]), first) for first in range(stage, end)),
+                default=(math.inf, 0),
+            )
+            for end in range(1, num_layers + 1)
+        ]
+        most = np.array([choice[0] for choice in choices])
+        ends.append([choice[1] for choice in choices])
+    bounds = [num_layers]
+    for firsts in reversed(ends):
+        bounds.insert(0, firsts[bounds[0] - 1])
+    return tuple(np.diff([0, *bounds]).tolist())
 
 
 def search_even_pieces(scenario: Scenario, strategy: Strategy, on_progress: OnProgress | None = None) -> SearchResult:
@@ -172,13 +209,19 @@ def with_step_time(scenario: Scenario, statistic: Literal["mean", "p90"]) -> Sce
     return scenario.with_host(replace(scenario.host, **seconds)) if seconds else scenario
 
 
+def piece_numbers(scenario: Scenario, strategy: Strategy) -> list[int]:
+    """The numbers of even pieces that a search tries: powers of two, at least one token per context rank and piece."""
+    context = context_ranks(strategy)
+    most = min(scenario.request.new_tokens // context, MOST_A_STAGE * (scenario.cluster.num_gpus // context))
+    return [2**power for power in range(most.bit_length())]
+
+
 def _best_even_pieces(evaluator: Evaluator) -> tuple[Partition, float]:
     scenario, strategy = evaluator.scenario, evaluator.strategy
     tokens, context = scenario.request.new_tokens, context_ranks(strategy)
     if context > tokens:
         raise InputError("strategies", strategy.name, f"at most one context rank per token, here {tokens}")
-    most = min(tokens // context, MOST_A_STAGE * (scenario.cluster.num_gpus // context))
-    numbers = [2**power for power in range(most.bit_length())]
+    numbers = piece_numbers(scenario, strategy)
     if scenario.cluster.shares_bandwidth and context > 1:
         # All ranks gather at the same time, so links with a rank's share of the bus find the number quickly.
         share = scenario.cluster.link.bandwidth_bytes_per_s / scenario.cluster.num_gpus

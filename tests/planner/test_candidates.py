@@ -18,10 +18,14 @@ from planner.candidates import (
     Candidate,
     ComparedStrategies,
     Search,
+    all_for,
+    least_bytes,
     per_rank_scenario,
+    rare_for,
     search_all,
     strategies_to_compare,
 )
+from planner.deploy_engines import layout_on_gpus
 from tests.building import Draws, any_scenario, draws, examples
 
 
@@ -110,14 +114,70 @@ def test_what_cannot_fit_is_left_out_before_any_simulation() -> None:
         assert one.fits or name in compared.not_compared
 
 
-@pytest.mark.parametrize(("gpus", "name", "takes_long"), [(8, "pp4+cp2", False), (16, "pp8+cp2", True)])
-def test_stages_with_context_ranks_on_a_large_bus_are_compared_only_by_request(
-    gpus: int, name: str, takes_long: bool
-) -> None:
-    scenario = scenario_of(gpus=gpus, ctx="16k", topology="bus")
-    compared, everything = strategies_to_compare(scenario, None), strategies_to_compare(scenario, ["all"])
-    assert (name in compared.not_compared) is takes_long
-    assert name in [one.name for one in everything.strategies]
+LARGE_BUS = {"gpus": 16, "ctx": "16k", "topology": "bus"}
+
+
+def test_what_takes_longer_than_the_budget_is_named_and_the_budget_decides() -> None:
+    scenario = scenario_of(**LARGE_BUS)
+    compared = strategies_to_compare(scenario, None)
+    names = {one.name for one in compared.strategies}
+    little = search_all(scenario, compared, Search(options=SearchArgs(search_budget=0)))
+    (too_long,) = [group for group in little.not_tried if "budget" in group.why]
+    assert "pp8+cp2" in too_long.strategies
+    assert set(too_long.strategies) == names - set(little.by_name)
+    more = search_all(scenario, compared, Search(options=SearchArgs(search_budget=1)))
+    assert set(more.by_name) > set(little.by_name)
+
+
+def test_whatever_runs_and_fits_is_compared_or_named() -> None:
+    scenario = scenario_of(model="qwen3-30b-a3b", cluster="h100-nvlink", ctx="16k")
+    compared = strategies_to_compare(scenario, None)
+    comparison = search_all(scenario, compared, Search(options=SearchArgs(search_budget=0)))
+    not_tried = {name for group in comparison.not_tried for name in group.strategies}
+    assert not not_tried & set(comparison.by_name)
+    names = {*comparison.by_name, *not_tried, *compared.not_compared}
+    known = {layout_on_gpus(get_strategy(name), scenario) for name in names}
+    for name in ("tp2+striped", "tp2+kvr-e", "tp2+pp2+cp1", "dp2+tp2+ep4", "cp4+ep4", "tp2+cp2-i", "pp2+dp2+ep2"):
+        try:
+            one = Search().candidate(scenario, get_strategy(name))
+        except InputError:
+            continue
+        assert layout_on_gpus(one.strategy, scenario) in known or not one.fits
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.1, 0.08, 0.06])
+def test_nothing_fits_only_if_all_that_could_fit_was_tried(fraction: float) -> None:
+    """The rare strategies are tried where no other one fits."""
+    scenario = scenario_of(ctx="64k", cluster="h100-nvlink", memory_fraction=fraction)
+    least = {one.name: least_bytes(scenario, one) for one in (*all_for(scenario)[0], *rare_for(scenario))}
+    could_fit = {name for name, nbytes in least.items() if nbytes <= scenario.memory_limit.nbytes}
+    comparison = search_all(scenario, strategies_to_compare(scenario, None), Search())
+    if not any(one.fits for one in comparison.by_name.values()):
+        assert could_fit <= set(comparison.by_name)
+        assert not comparison.not_tried
+
+
+@pytest.mark.parametrize("ranks", [128, 256])
+def test_rings_of_many_ranks_are_compared_by_default(ranks: int) -> None:
+    scenario = kvrsim.make_scenario(gpus=ranks, ctx=10240 * ranks)[0]
+    comparison = search_all(scenario, strategies_to_compare(scenario, None), Search())
+    fitting = {name for name, one in comparison.by_name.items() if one.fits}
+    assert {"ring", "striped", "zigzag-ring"} <= fitting
+
+
+def test_a_searched_pipeline_finds_pieces_that_fit() -> None:
+    """The fastest pieces need more memory than short ones, which fit."""
+    options = {"model": "llama-7b", "cluster": "4xa100-40gb", "ctx": "128k", "batch": 2, "memory_fraction": 0.91}
+    scenario = kvrsim.make_scenario(**options)[0]
+    assert Search().candidate(scenario, get_strategy("pp-s")).fits
+
+
+@pytest.mark.parametrize("name", ["zigzag", "pp4+cp2"])
+def test_a_timeline_on_a_bus_is_an_answer_though_rounding_grows(name: str) -> None:
+    scenario = kvrsim.make_scenario(model="llama-3.1-8b", cluster="l40s-pcie", ctx="8k", gpus=8)[0]
+    one = Search().candidate(scenario, get_strategy(name))
+    assert one.timeline.end_s == pytest.approx(one.ttft_s, rel=1e-2)
+    assert one.timeline_error == pytest.approx(one.timeline.end_s / one.ttft_s - 1)
 
 
 def test_where_nothing_can_fit_the_nearest_is_compared() -> None:

@@ -18,7 +18,7 @@ from kvrsim.errors import InputError
 from kvrsim.notes import Note, with_code, without
 from kvrsim.text import printable
 from kvrsim.units import format_seconds
-from kvrsim.views.table import TIED, Text, first_rows, format_partition, sentences, strategies_table, tie_text
+from kvrsim.views.table import ROUGH, TIED, Text, first_rows, format_partition, sentences, strategies_table, tie_text
 
 if TYPE_CHECKING:
     from kvrsim.results.results import Plan, StrategyResult
@@ -135,6 +135,8 @@ def _left_out(plan: Plan) -> Iterator[str]:
     """Count further strategies that fit and those that do not; name those that were not searched or not tried."""
     fitting = [one for one in plan.strategies if one.fits]
     misfits = [one for one in plan.strategies if not one.fits]
+    if plan.feasible and not all(one.searched for one in first_rows(plan)):
+        yield f"{ROUGH} not searched to the end: a search may find a faster partition."
     if plan.feasible and (more := len(fitting) - len(first_rows(plan))):
         yield "1 more strategy fits." if more == 1 else f"{more} more strategies fit."
     if misfits and plan.feasible:
@@ -184,9 +186,7 @@ def _explanation(plan: Plan) -> lines.Facts:
         ),
         (
             "others:",
-            f"not compared, because they cannot fit or take long: {_join(plan.not_compared)}"
-            if plan.not_compared
-            else None,
+            f"not compared, because they cannot fit: {_join(plan.not_compared)}" if plan.not_compared else None,
         ),
         *_noise_rows(plan),
         ("memory:", lines.limit_text(limit)),
@@ -238,9 +238,9 @@ def _join(names: Sequence[str]) -> str:
     """List names; hybrids are counted: "kvr-direct, pp and 8 hybrids such as tp2+kvr-s"."""
     plain = [name for name in names if "+" not in name]
     hybrids = [name for name in names if "+" in name]
-    if not hybrids:
-        return ", ".join(plain)
-    return f"{', '.join(plain)} and {len(hybrids)} hybrids such as {hybrids[0]}"
+    if len(hybrids) < 2:
+        return ", ".join([*plain, *hybrids])
+    return f"{', '.join(plain)}{' and ' * bool(plain)}{len(hybrids)} hybrids such as {hybrids[0]}"
 
 
 def _noise_rows(plan: Plan) -> Iterator[lines.Row]:
