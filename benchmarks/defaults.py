@@ -1,103 +1,175 @@
-"""Quality and speed of the default answer: 60 questions to `kvrsim plan`, compared with `--strategies all`.
+"""Quality and CPU time of the default answer: 60 random questions to `kvrsim plan`, compared with all strategies.
 
-The default compares all strategies that can fit within a search budget; `all` searches each strategy to its end. TTFTs
-are simulated, in one process per core. Then CPU seconds are measured: the whole command in its own process, one
-question at a time.
+The questions have 1 to 1024 GPUs and 1k to 10m tokens, with built-in models, clusters and engines. The default compares
+strategies within a search budget. The reference compares all strategies that could fit, the rare ones as well, within
+20 times the budget. Each answer is kept in build/, so the command resumes where it was stopped.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import resource
 import subprocess
 import sys
-from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import kvrsim
-from kvrsim.choices import DEPLOY_ENGINES
-from kvrsim.results.results import Plan
-from planner.processes import Pool, cores
+from kvrsim.arguments import SearchArgs
+from planner.candidates import Search, search_all, strategies_to_compare
 from validate.report import table, write_benchmark
 
 MODELS = (
-    *("deepseek-v3.2", "glm-5", "kimi-k2", "minimax-m2.5", "qwen3.5-397b-a17b", "qwen3.5-35b-a3b", "qwen3.5-27b"),
-    *("gpt-oss-120b", "nemotron-3-super-120b-a12b", "llama-3.1-70b"),
+    *("llama-7b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "qwen3-32b", "mistral-7b", "falcon-7b"),
+    *("deepseek-v3.2", "glm-5", "kimi-k2", "qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-20b", "gpt-oss-120b"),
+    *("minimax-m2.5", "mixtral-8x7b", "qwen3.5-35b-a3b", "nemotron-3-super-120b-a12b"),
 )
-CLUSTERS = ("2x8xh100", "8xh200", "8xb200")
-CONTEXTS = ("16k", "128k")
-QUESTIONS = tuple(product(MODELS, CLUSTERS, CONTEXTS))
-NEAR, USUAL_S, MOST_S, USUAL = 0.02, 3.0, 8.0, 54  # targets: gap; CPU seconds of USUAL and of all questions
-HEADS = ("model", "cluster", "context", "best", "TTFT", "best of all", "gap", "gap on engines", "CPU")
-
-Answer = tuple[str, float] | None  # strategy and TTFT; None: nothing fits
-
-
-class Answers(NamedTuple):
-    """Answers of one plan."""
-
-    best: Answer
-    on_engines: Answer  # fastest strategy that an engine has
-    unsearched: tuple[str, ...]  # strategies left by the search budget
+NODES = ("h100", "h200", "b200", "h20", "a100-80gb")  # GPUs of nodes of eight
+BUSES = ("l40s-pcie", "a100-10gbs-bus")
+ENGINES = (None, None, None, "vllm", "sglang", "trtllm")
+NUM_QUESTIONS, SEED = 60, 2026
+BUDGET = 30.0  # search budget of the reference, seconds
+LONGEST_S = 1200.0  # limit of one reference, wall-clock seconds
+NEAR, MOST_S = 0.02, 8.0  # targets: gap, and CPU seconds
+KEPT = Path(__file__).parents[1] / "build" / "defaults.jsonl"
+HEADS = ("model", "cluster", "context", "engine", "default", "TTFT", "best of all", "gap", "CPU", "not tried")
 
 
-def answers(question: tuple[str, str, str], **options: Any) -> Answers:
-    """Make the plan for a question, and take its answers."""
-    model, cluster, ctx = question
-    plan: Plan = kvrsim.plan(model=model, cluster=cluster, ctx=ctx, **options)
-    if not plan.feasible:
-        return Answers(None, None, ())
-    on_engines = [(one.ttft_s, one.strategy) for name in DEPLOY_ENGINES if (one := plan.best_on(name)) is not None]
-    fastest = min(on_engines)[::-1] if on_engines else None
-    return Answers((plan.best.strategy, plan.best.ttft_s), fastest, tuple(plan.search.unsearched))
+class Question(NamedTuple):
+    """One question; the cluster states the number of GPUs."""
+
+    model: str
+    cluster: str
+    gpus: int
+    context: int
+    engine: str | None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `plan`."""
+        options = {"model": self.model, "cluster": self.cluster, "gpus": self.gpus, "ctx": self.context}
+        return options if self.engine is None else options | {"engine": self.engine}
+
+    @property
+    def words(self) -> list[str]:
+        """The options as on the command line."""
+        return [word for name, value in self.options.items() for word in (f"--{name}", str(value))]
 
 
-def both_answers(question: tuple[str, str, str]) -> tuple[Answers, Answers]:
-    """The answers by default, and with all strategies."""
-    return answers(question), answers(question, strategies="all")
+def questions() -> list[Question]:
+    """The questions of the benchmark; sizes are log-uniform."""
+    rng = random.Random(SEED)
+    asked = []
+    for _ in range(NUM_QUESTIONS):
+        gpus = 2 ** rng.randint(0, 10)
+        context = round(1024 * 10240 ** rng.random())
+        gpu = rng.choice(NODES)
+        cluster = f"{max(1, gpus // 8)}x{min(gpus, 8)}x{gpu}"
+        if gpus <= 16 and rng.random() < 0.2:
+            cluster = rng.choice(BUSES)
+        asked.append(Question(rng.choice(MODELS), cluster, gpus, context, rng.choice(ENGINES)))
+    return asked
 
 
-def gap(default: Answer, everything: Answer) -> float:
-    """Relative difference of the default's TTFT from that of `all`; 0 if nothing fits in either."""
-    return (
-        default[1] / everything[1] - 1 if default and everything else float((default is None) != (everything is None))
-    )
-
-
-def cpu_s(question: tuple[str, str, str]) -> float:
-    """User and system CPU seconds of the command."""
+def default_answer(question: Question) -> dict[str, Any]:
+    """The answer of the command, in a process of its own, and its CPU seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    model, cluster, ctx = question
-    command = [sys.executable, "-m", "kvrsim", "plan", model, cluster, "--ctx", ctx]
-    subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "kvrsim", "plan", *question.words, "--json"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    if done.returncode not in (0, 1):
+        return {"error": done.stderr.strip().splitlines()[-1], "cpu_s": cpu_s}
+    said = json.loads(done.stdout)
+    not_tried = [name for group in said["not_tried"] for name in group["strategies"]]
+    compared = [entry["strategy"] for entry in said["strategies"]]
+    named = {*not_tried, *compared, *said["not_compared"]}
+    fastest = said["fastest"] and [said["fastest"]["strategy"], said["fastest"]["ttft_s"]]
+    return {"best": fastest, "not_tried": not_tried, "named": sorted(named), "cpu_s": cpu_s}
+
+
+def reference(question: Question) -> dict[str, Any]:
+    """The fastest of all strategies that could fit, and the names of those that fit."""
+    scenario = kvrsim.make_scenario(**question.options)[0]
+    compared = strategies_to_compare(scenario, None)
+    everything = compared._replace(strategies=(*compared.strategies, *compared.rare), rare=())
+    comparison = search_all(scenario, everything, Search(options=SearchArgs(search_budget=BUDGET)))
+    fitting = [(one.ttft_s, name) for name, one in comparison.by_name.items() if one.fits]
+    best = min(fitting)[::-1] if fitting else None
+    too_long = [name for group in comparison.not_tried for name in group.strategies]
+    return {"best": best, "fitting": sorted(name for _, name in fitting), "too_long": too_long}
+
+
+def both_answers(question: Question) -> dict[str, Any]:
+    """The default's answer and the reference; the reference runs in a process of its own, with a time limit."""
+    answer = {"question": list(question), "default": default_answer(question), "reference": None}
+    command = [sys.executable, __file__, json.dumps(list(question))]
+    try:
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=LONGEST_S)
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
+        return answer
+    return answer | {"reference": json.loads(done.stdout)}
+
+
+def gap(default: list[Any] | None, everything: list[Any] | None) -> float:
+    """Relative difference of the default's TTFT from the reference's; 0 if nothing fits in either."""
+    if default is None or everything is None:
+        return float((default is None) != (everything is None))
+    return float(default[1]) / float(everything[1]) - 1
+
+
+def write(answers: list[dict[str, Any]]) -> None:
+    """Write benchmarks/results/defaults.md."""
+    rows = []
+    gaps = []
+    unnamed = []
+    for answer in answers:
+        question, default, other = Question(*answer["question"]), answer["default"], answer["reference"]
+        best = default.get("best") or ["nothing fits", float("nan")]
+        cells = [best[0], f"{best[1]:.4g} s"]
+        if "error" in default:
+            cells = [default["error"], ""]
+        if other is None:
+            cells += ["not finished", ""]
+        else:
+            gaps.append(gap(default.get("best"), other["best"]))
+            unnamed += [name for name in other["fitting"] if name not in default.get("named", ())]
+            cells += [(other["best"] or ["nothing fits"])[0], f"{gaps[-1]:+.2%}"]
+        cells += [f"{default['cpu_s']:.1f} s", str(len(default.get("not_tried", ())))]
+        rows.append([question.model, question.cluster, str(question.context), question.engine or "", *cells])
+    near = sum(one <= NEAR for one in gaps)
+    seconds = [answer["default"]["cpu_s"] for answer in answers]
+    quick = sum(one <= MOST_S for one in seconds)
+    lines = [
+        f"- best within {NEAR:.0%} of the best of all strategies: {near} of {len(gaps)} questions with a reference;"
+        f" worst {max(gaps):+.2%}",
+        f"- strategies that fit and that the answer does not name: {len(unnamed)}",
+        f"- at most {MOST_S:g} s of CPU: {quick} of {len(seconds)}; the longest {max(seconds):.1f} s",
+        f"- references that did not end in {LONGEST_S:g} s: {len(answers) - len(gaps)}",
+        "",
+        *table([*HEADS], rows),
+    ]
+    write_benchmark("defaults", lines)
 
 
 def main() -> None:
-    """Measure, and write benchmarks/results/defaults.md."""
+    """Answer the questions that are not answered yet, then write the page."""
+    if len(sys.argv) > 1:
+        print(json.dumps(reference(Question(*json.loads(sys.argv[1])))))
+        return
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # modules of an installed package are compiled
-    with Pool(jobs=cores()) as pool:
-        pairs = pool.run_in_order(both_answers, [(question,) for question in QUESTIONS])
-    gaps = [gap(mine.best, other.best) for mine, other in pairs]
-    engine_gaps = [gap(mine.on_engines, other.on_engines) for mine, other in pairs]
-    seconds = [cpu_s(question) for question in QUESTIONS]
-    rows = []
-    for question, (mine, other), *gaps_here, cpu in zip(QUESTIONS, pairs, gaps, engine_gaps, seconds, strict=True):
-        best, reference = (one.best or ("nothing fits", float("nan")) for one in (mine, other))
-        cells = [best[0], f"{best[1]:.4g} s", reference[0], *(f"{one:+.2%}" for one in gaps_here), f"{cpu:.2f} s"]
-        rows.append([*question, *cells, ", ".join(mine.unsearched)])
-    near, near_on_engines = (sum(one <= NEAR for one in each) for each in (gaps, engine_gaps))
-    usual = sum(one <= USUAL_S for one in seconds)
-    lines = [
-        f"- best within {NEAR:.0%} of the best of all: {near} of {len(QUESTIONS)}; worst {max(gaps):+.2%}",
-        f"- best that engines have, likewise: {near_on_engines}; worst {max(engine_gaps):+.2%}",
-        f"- at most {USUAL_S:g} s of CPU: {usual} of {len(QUESTIONS)} (target {USUAL}); the longest"
-        f" {max(seconds):.2f} s (target {MOST_S:g} s)",
-        "",
-        *table([*HEADS, "left by the budget"], rows),
-    ]
-    write_benchmark("defaults", lines)
+    KEPT.parent.mkdir(exist_ok=True)
+    lines = KEPT.read_text("utf-8").splitlines() if KEPT.exists() else []
+    answers = {tuple(answer["question"]): answer for answer in map(json.loads, lines)}
+    asked = questions()
+    for question in asked:
+        if tuple(question) not in answers:
+            answers[tuple(question)] = both_answers(question)
+            with KEPT.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(answers[tuple(question)]) + "\n")
+    write([answers[tuple(question)] for question in asked])
 
 
 if __name__ == "__main__":

@@ -58,6 +58,8 @@ _SECONDS_A_LINK = 1e-3  # a message of a chain on a bus, with the plan of its ch
 _SECONDS_A_PAIR = 5e-6  # a message between any two ranks
 _SECONDS_A_ROUND = 4e-8  # a rank's part in a round of a ring or of an all-gather
 _SECONDS_A_STAGE = 5e-4  # a rank of a pipeline
+_SECONDS_A_STEP = 1e-5  # a layer of a piece, in a pipeline that loads a cached prefix
+_SEVERAL_KINDS = 5.0  # factor on the seconds of a pipeline whose layers differ
 _SECONDS_A_LAYER = 1.3e-4  # a rank's layer, if layers differ
 _TOO_LONG = "one simulation takes longer than --search-budget allows"
 _RARE = "rarely the fastest; --strategies NAME tries them"
@@ -587,7 +589,11 @@ def _work(per_rank: Scenario, strategy: Strategy, pieces: int) -> _Work:
         seconds = _SECONDS_A_LINK if strategy.chains else _SECONDS_A_MESSAGE
         return _Work(seconds * messages, 3e-7 * messages)
     if strategy.pipeline is not None:  # 0.1 ms per step of all stages, for all partitions of a round
+        if per_rank.prefix_access_plan.source is not None:  # loads of a cached prefix: one program per layout
+            return _Work(_SECONDS_A_STAGE * ranks, _SECONDS_A_STEP * layers * (pieces + ranks))
         partition_s = 1e-4 * (pieces + ranks) / min(max(4096 // pieces, 48), 192)
+        if len(per_rank.share.layer_kinds) > 1:
+            partition_s *= _SEVERAL_KINDS
         return _Work(_SECONDS_A_STAGE * ranks, partition_s)
     if strategy.partition_rule != "search":
         kinds = len(per_rank.share.layer_kinds)
