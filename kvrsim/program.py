@@ -397,15 +397,12 @@ def bytes_in_flight(layer: Sequence[Sequence[Op]]) -> list[float]:
             if isinstance(op, Send):
                 sent[src, op.dst].append(float(op.nbytes[0]))
     gathers = [_gathers(ops) for ops in layer]
-    exchanges = [[op for op in ops if isinstance(op, AllToAll)] for ops in layer]
 
     @cache
     def gathered(ranks: range, number: int) -> float:
         return sum(float(gathers[rank][number].nbytes[0]) for rank in ranks)
 
-    def received(rank: int, number: int) -> float:
-        sources = ((src, own[number].nbytes) for src, own in enumerate(exchanges) if src != rank)
-        return float(sum(nbytes[(rank - src - 1) % len(layer), 0] for src, nbytes in sources))
+    received = _received_bytes(layer)
 
     def peak_of(rank: int, ops: Sequence[Op]) -> float:
         peak = waiting = 0.0
@@ -430,6 +427,22 @@ def bytes_in_flight(layer: Sequence[Sequence[Op]]) -> list[float]:
         return peak
 
     return [peak_of(rank, ops) for rank, ops in enumerate(layer)]
+
+
+def _received_bytes(layer: Sequence[Sequence[Op]]) -> Callable[[int, int], float]:
+    """Return a function of a rank and a number: bytes that the rank receives in its all-to-all of this number."""
+    exchanges = [[op for op in ops if isinstance(op, AllToAll)] for ops in layer]
+
+    @cache
+    def sent(number: int) -> Array:
+        """Bytes of each rank's messages to the ranks after it in turn, shape (p, p - 1)."""
+        return np.stack([own[number].nbytes[:, 0] for own in exchanges])
+
+    def received(rank: int, number: int) -> float:
+        sources = np.delete(np.arange(len(layer)), rank)
+        return float(sent(number)[sources, (rank - sources - 1) % len(layer)].sum())
+
+    return received
 
 
 def computes_s(program: Program) -> list[float]:
