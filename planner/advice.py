@@ -29,7 +29,7 @@ from planner.candidates import (
     per_rank_scenario,
     search_all,
 )
-from planner.promise import OPERATIONS
+from planner.limits import OPERATIONS
 
 _SMALL_TYPE = "fp8"  # type with the fastest matrix products
 _FAST_KERNEL = "flash"  # the fastest attention kernel

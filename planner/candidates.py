@@ -162,7 +162,7 @@ class Candidate:
     @cached_property
     def limits(self) -> tuple[Limit, ...]:
         """The shares of the kinds of operations in the critical path, largest first."""
-        from planner.promise import limits_of
+        from planner.limits import limits_of
 
         return limits_of(self.per_rank, self.strategy, self.partition)
 

@@ -43,7 +43,7 @@ from planner.candidates import (
     ttft_of,
 )
 from planner.deploy_engines import engines_with, launching_engine, layout_on_gpus
-from planner.outlook import promise_of
+from planner.promise import promise_of
 from planner.search.bound import lower_bound_s
 from planner.search.search import search
 from planner.uncertainty.intervals import (

@@ -1,56 +1,88 @@
-"""The operations that limit TTFT."""
+"""The promise for a prompt: what TTFT to expect, and what is sure in spite of the prediction's error."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from kvrsim.compile import build_program, columns
-from kvrsim.executors.run import Runner
-from kvrsim.kernels.cost import WeightedCost, listing
-from kvrsim.results.results import Limit
-from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import Strategy
-from kvrsim.units import scale
+from kvrsim.arguments import TargetArgs
+from kvrsim.engine import DEVIATES_OF_80_PERCENT
+from kvrsim.interp import percentile_of
+from kvrsim.results.results import Promise, PromptShare
+from planner.candidates import Candidate
 
-OPERATIONS = {  # kind of operation: its name in answers
-    "gemm": "matrix products",
-    "attention": "attention",
-    "latent": "latent attention",
-    "sparse": "sparse attention",
-    "experts": "experts",
-    "recurrence": "recurrences",
-    "elementwise": "norms, rotary and copies",
-    "links": "communication",
-    "host": "the engine's host",
-}
-_STEP = 1e-3  # relative slowdown with which shares are measured
-_LEAST = 0.005  # least share of TTFT for which a limit is listed
+if TYPE_CHECKING:  # noise and queues are imported on use, because each import slows down every start
+    from kvrsim.noise import Distribution
+
+CONFIDENCE = 0.9  # one-sided: probability that TTFT is below the upper end of an 80 % interval
+_ERRORS = 1000  # quantiles of the prediction's error that are combined with the samples of noise
 
 
-def limits_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> tuple[Limit, ...]:
-    """The shares of the kinds of operations in the critical path, largest first.
+def promise_of(
+    candidate: Candidate, target: TargetArgs, noisy: Distribution | None = None, *, seed: int = 0
+) -> Promise:
+    """What to expect of a candidate's TTFT, and what is 90 % sure: on idle GPUs, under noise, and at a rate of prompts.
 
-    The share is the relative growth of TTFT if only these operations are slower, over their relative slowdown. With a
-    single critical path, this is their share of its seconds. scenario: as one rank of the strategy sees it.
+    The error of the prediction is that of the machine, so it is the same for all prompts: `high_s` has every prompt at
+    the upper end of the candidate's interval. Noise and the queue differ between prompts.
+
+    noisy: TTFTs under noise; None: without noise. seed: seed of the arrivals.
     """
-    chunks = columns(partition.chunk_lens)
-    cost, parts = listing(scenario.cost)
-    build_program(scenario, strategy, chunks[: 1 if strategy.pipeline else None], cost)
-    kinds = list(dict.fromkeys(part.kind for part in parts))
-    weights = {part: np.where(np.arange(len(kinds) + 1) == kinds.index(part.kind), 1 + _STEP, 1.0) for part in parts}
-    wide = np.stack([np.repeat(chunk, len(kinds) + 1) for chunk in chunks])
+    slower = candidate.interval.high_s / candidate.ttft_s
+    expected_s, high_s = candidate.ttft_s, candidate.interval.high_s
+    if noisy is not None:
+        expected_s, high_s = noisy.mean.value_s, _sure_of_one_s(candidate, noisy)
+    percent = target.percentile
+    under_noise = None
+    if noisy is not None and noisy.samples_s[0] < noisy.samples_s[-1]:  # a slow GPU is slow in all runs
+        under_noise = _noise_share(noisy, percent, slower)
+    at_rate = None
+    queue = None
+    if target.rate is not None or target.slo is not None:
+        from planner.prompt_queue import queue_of
 
-    def ttft_s(changed: Scenario, partitions: np.ndarray, weighted: WeightedCost | None = None) -> np.ndarray:
-        return np.asarray(Runner(changed, strategy, cost=weighted).finish_s(partitions)[-1])
+        queue = queue_of(candidate, noisy, seed=seed)
+    if target.rate is not None and queue is not None:
+        at_rate = PromptShare(
+            percentile=percent,
+            expected_s=queue.percentile_s(target.rate, percent),
+            high_s=queue.percentile_s(target.rate, percent, slower),
+            rate_per_s=target.rate,
+        )
+    promise = Promise(
+        expected_s=expected_s, high_s=high_s, confidence=CONFIDENCE, under_noise=under_noise, at_rate=at_rate
+    )
+    if target.slo is None or queue is None:
+        return promise
+    values: PromptShare | Promise = promise.decisive or promise
+    return replace(
+        promise,
+        slo_s=target.slo,
+        meets=values.high_s is not None and values.high_s <= target.slo,
+        most_rate_per_s=queue.most_rate_per_s(target.slo, percent, slower),
+        expected_meets=values.expected_s is not None and values.expected_s <= target.slo,
+        expected_most_rate_per_s=queue.most_rate_per_s(target.slo, percent),
+    )
 
-    *slowed_s, base_s = ttft_s(scenario, wide, WeightedCost(cost=scenario.cost, weights=weights))
-    others = {
-        "links": scenario.with_slower_links(1 + _STEP),
-        "host": scenario.with_host(scale(scenario.host, 1 + _STEP)),
-    }
-    times = dict(zip(kinds, slowed_s, strict=True))
-    times |= {kind: ttft_s(changed, wide[:, -1:])[0] for kind, changed in others.items()}
-    shares = {kind: float(seconds / base_s - 1) / _STEP for kind, seconds in times.items()}
-    whole = max(1.0, sum(shares.values()))  # above 1 if several paths are critical at the same time
-    ranked = sorted(((kind, share / whole) for kind, share in shares.items()), key=lambda item: -item[1])
-    return tuple(Limit(operation=OPERATIONS[kind], share=share) for kind, share in ranked if share >= _LEAST)
+
+def _noise_share(noisy: Distribution, percent: float, slower: float) -> PromptShare:
+    percentile_s = percentile_of(noisy.samples_s, percent)
+    return PromptShare(percentile=percent, expected_s=percentile_s, high_s=slower * percentile_s)
+
+
+def _sure_of_one_s(candidate: Candidate, noisy: Distribution) -> float:
+    """The TTFT that one prompt under noise does not exceed with probability CONFIDENCE.
+
+    A prompt takes a sample of the noise times the error of the prediction. The logarithm of the error has two halves of
+    normal distributions, whose 80 % interval is that of the candidate.
+    """
+    from scipy.special import ndtri
+
+    low_s, ttft_s, high_s = candidate.interval.low_s, candidate.ttft_s, candidate.interval.high_s
+    deviates = ndtri((np.arange(_ERRORS) + 0.5) / _ERRORS) / DEVIATES_OF_80_PERCENT
+    half_widths = np.where(deviates < 0, math.log(ttft_s / low_s), math.log(high_s / ttft_s))
+    errors = np.exp(deviates * half_widths)
+    return percentile_of(np.outer(errors, noisy.samples_s).ravel(), 100 * CONFIDENCE)

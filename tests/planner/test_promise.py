@@ -19,7 +19,7 @@ from kvrsim.strategies import get_strategy
 from planner.candidates import Candidate, Search
 from planner.capacity.fleet import Overlap, Service
 from planner.capacity.workload import Source
-from planner.outlook import promise_of
+from planner.promise import promise_of
 from planner.prompt_queue import PromptQueue
 from tests.building import examples
 
