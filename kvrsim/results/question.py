@@ -37,6 +37,24 @@ class Question:
     seed: int
     options: tuple[tuple[str, Any], ...] = ()  # the command's own options, plain JSON values by name
 
+    def columns(self) -> dict[str, Any]:
+        """What was asked, as scalar cells of a table."""
+        link = self.cluster.link
+        return {
+            "model": self.model,
+            "context_len": self.context_len,
+            "batch": self.batch,
+            "cached_prefix": self.cached_prefix,
+            "dtype": self.dtype,
+            "num_gpus": self.num_gpus,
+            "cluster": self.cluster.name,
+            "link": link.name,
+            "link_bandwidth_bytes_per_s": link.bandwidth_bytes_per_s,
+            "link_latency_s": link.latency_s,
+            "profile": self.profile,
+            "engine": self.engine,
+        }
+
     @classmethod
     def of(cls, scenario: Scenario, *, seed: int = 0, **options: Any) -> Question:
         """Describe a scenario. options: the command's own options, plain JSON values."""

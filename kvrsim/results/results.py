@@ -247,8 +247,9 @@ class SimResult(StrategyPrediction, Answer):
         return content | ({} if self.users is None else {"users": fields_to_json(self.users)})
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per rank, with scalar cells."""
-        return to_frame(rank.to_dict() for rank in self.per_rank)
+        """One row per rank, with scalar cells; the first columns are what was asked."""
+        about = self.question.columns() | {"strategy": self.strategy}
+        return to_frame(about | rank.to_dict() for rank in self.per_rank)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -528,5 +529,6 @@ class Plan(Answer, OnFirstUse):
         return content | ({} if self.noise is None else {"noise": self.noise.to_dict()})
 
     def to_frame(self) -> pandas.DataFrame:
-        """One row per strategy, with scalar cells."""
-        return to_frame(strategy.to_dict() for strategy in self.strategies)
+        """One row per strategy, with scalar cells; the first columns are what was asked."""
+        about = self.question.columns()
+        return to_frame(about | strategy.to_dict() for strategy in self.strategies)

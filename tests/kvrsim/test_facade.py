@@ -140,3 +140,17 @@ def test_frames_have_scalar_cells() -> None:
     assert row["partition"] == "512,512"
     assert row["peak_bytes"] == max(rank.total for rank in plan["kvr-e"].memory)
     assert row["wait_s"] == max(plan["kvr-e"].wait_s)
+
+
+def test_frames_of_several_questions_can_be_joined() -> None:
+    """Each row says what was asked."""
+    pandas = pytest.importorskip("pandas")
+    questions = [{"ctx": ctx, "gpus": gpus, "link_bandwidth": 1e10} for ctx in (1024, 2048) for gpus in (2, 4)]
+    plans = [kvrsim.plan(strategies="tsp,kvr-e", **question) for question in questions]
+    frame = pandas.concat([plan.to_frame() for plan in plans])
+    asked = frame.groupby(["model", "context_len", "num_gpus", "link_bandwidth_bytes_per_s"]).size()
+    assert sorted(asked.index) == sorted(("llama-7b", one["ctx"], one["gpus"], 1e10) for one in questions)
+    assert set(asked) == {2}
+    ranks = kvrsim.simulate(strategy="tsp", **questions[1]).to_frame()
+    assert set(ranks["num_gpus"]) == {4}
+    assert set(ranks["context_len"]) == {1024}
