@@ -93,10 +93,9 @@ def changes(best: Candidate, most_gpus: int) -> Iterator[Change]:
     if has_experts and not scenario.expert_parallel and scenario.num_gpus > 1:
         with suppress(InputError):
             yield Change("--expert-parallel", replace(scenario, expert_parallel=True))
-    if request.dtype != _SMALL_TYPE and scenario.model.quantization is None:
-        with suppress(InputError):  # the profile or the GPU has no FP8
-            small = replace(scenario, request=replace(request, dtype=_SMALL_TYPE))
-            yield Change(f"--dtype {_SMALL_TYPE}", small)
+    dtypes = tuple(scenario.cluster.gpu.peak_flops) if scenario.profile is None else scenario.profile.dtypes
+    if request.dtype != _SMALL_TYPE and _SMALL_TYPE in dtypes and scenario.model.quantization is None:
+        yield Change(f"--dtype {_SMALL_TYPE}", replace(scenario, request=replace(request, dtype=_SMALL_TYPE)))
     kernels = () if scenario.profile is None else scenario.profile.attention_kernels
     if scenario.kernel != _FAST_KERNEL and _FAST_KERNEL in kernels:
         yield Change(f"--attention {_FAST_KERNEL}", replace(scenario, kernel=_FAST_KERNEL))

@@ -16,6 +16,8 @@ MIXTURE = {"model": "qwen3-30b-a3b", "cluster": "8xh100", "ctx": "4k"}
 QUESTIONS: tuple[dict[str, Any], ...] = (
     {"ctx": "16k", "gpus": 8},
     {"ctx": "2k", "gpus": 2, "cached_prefix": "1k"},
+    {"ctx": "1k", "gpus": 2, "profile": "roofline"},
+    {"ctx": "4k", "model": "llama-3.1-8b", "cluster": "4xh100", "profile": "roofline"},
     {"model": "llama-3.1-8b", "cluster": "8xh100", "ctx": "16k", "gpus": 4},
     {"model": "llama-3.1-8b", "cluster": "8xa100-80gb", "ctx": "4k", "engine": "vllm"},
     {"model": "llama-3.1-8b", "cluster": "1xh100", "ctx": "4k", "dtype": "fp8"},
