@@ -222,11 +222,14 @@ def blocks_text(query_blocks: Sequence[int]) -> str:
 
 
 def stages_text(pieces: Sequence[int], layers: Sequence[int]) -> str:
-    """Pieces and stages of a pipeline: "12 pieces of 14784, 8448, ... tokens; stages of 8 × 4 layers"."""
-    runs = [(piece, len(list(same))) for piece, same in groupby(pieces)]
-    text = ", ".join(f"{count} × {piece}" if count > 1 else str(piece) for piece, count in runs)
-    stages = format_partition(layers, room=4 * len(layers))
-    return f"{len(pieces)} piece{'s' * (len(pieces) != 1)} of {text} tokens; stages of {stages} layers"
+    """Pieces and stages of a pipeline: "12 pieces of 14784, 8448, ... tokens; 4 stages of 8 layers"."""
+    text = str(pieces[0])
+    if len(set(pieces)) > 1:
+        runs = [(piece, len(list(same))) for piece, same in groupby(pieces)]
+        text = ", ".join(f"{count} × {piece}" if count > 1 else str(piece) for piece, count in runs)
+    stages = str(layers[0]) if len(set(layers)) == 1 else format_partition(layers, room=4 * len(layers))
+    numbers = f"{len(pieces)} piece{'s' * (len(pieces) != 1)}", f"{len(layers)} stage{'s' * (len(layers) != 1)}"
+    return f"{numbers[0]} of {text} tokens; {numbers[1]} of {stages} layers"
 
 
 def round_up_percent(share: float) -> str:

@@ -5,6 +5,7 @@ A command runs once; its output is then formatted for each width.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -130,3 +131,22 @@ def test_every_label_is_in_the_glossary(
     labels = set(labels_of(parts_of(command, folder, monkeypatch)))
     assert len(labels) >= 3
     assert labels - defined_terms() == set()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "layers", "tokens"),
+    [((2048,) * 32, (8,) * 4, 65536), ((3000, 2000, 2000), (10, 11), 7000), ((512,), (4, 4), 512)],
+)
+def test_pieces_of_a_pipeline_add_up(pieces: tuple[int, ...], layers: tuple[int, ...], tokens: int) -> None:
+    """Read as products and sums, the sentence gives the tokens and layers of the plan."""
+
+    def total(text: str) -> int:
+        number, sizes = re.fullmatch(r"(\d+) \w+ of ([\d×, ]+) \w+", text).groups()  # type: ignore[union-attr]
+        terms = [list(map(int, term.split(" × "))) for term in sizes.split(", ")]
+        if len(terms) == 1 and len(terms[0]) == 1:
+            return int(number) * terms[0][0]
+        assert sum(term[0] if len(term) == 2 else 1 for term in terms) == int(number)
+        return sum(math.prod(term) for term in terms)
+
+    first, second = layout.stages_text(pieces, layers).split("; ")
+    assert (total(first), total(second)) == (tokens, sum(layers))
