@@ -306,7 +306,7 @@ def interval_bar(
     """
 
     if high > span[1]:
-        beyond = tag("text", "beyond", x=_BAR - 4, y=13, text_anchor="end", fill="var(--dim)", class_="mark")
+        beyond = tag("text", "off the axis", x=_BAR - 4, y=13, text_anchor="end", fill="var(--dim)", class_="mark")
         return tag("svg", beyond, class_="interval", width=_BAR, height=16, aria_hidden="true")
 
     def place(number: float) -> float:

@@ -130,7 +130,7 @@ kv.ready((data) => {
   }
   function bar(index, number, most) {
     const [low, mid, high] = ["low_s", "ttft_s", "high_s"].map((key) => strategies[index][key][number] / most);
-    if (mid > 1) return kv.el("span", { class: "bar beyond", "aria-hidden": "true", text: "beyond" });
+    if (mid > 1) return kv.el("span", { class: "bar beyond", "aria-hidden": "true", text: "off the axis" });
     const inside = kv.el("span", { class: "interval" });
     inside.style.left = `${100 * low}%`;
     inside.style.width = `${100 * (Math.min(1, high) - low)}%`;
