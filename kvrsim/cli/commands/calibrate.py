@@ -476,6 +476,9 @@ def prefills(
     print_result(content | {"warnings": list(cases.notes)}, *screen, json=json)
 
 
+_MEANINGS = TERM_MEANINGS | {
+    "sustained_share": "rate of the GPU under long load divided by its rate in short bursts, as its clock falls"
+}
 _RATIOS = ("kernel_scale", "sustained_share")
 _FEW = 4  # with fewer rows, left-out errors are uncertain
 
@@ -492,7 +495,7 @@ def fit_screen(fit: PrefillFit, output: str) -> list[Part]:
             _value(term, term.value),
             f"{low:.3g}–{high:.3g}" if name in _RATIOS else format_interval(low, high),
             "yes" if term.identified else "no",
-            TERM_MEANINGS.get(name, ""),
+            _MEANINGS.get(name, ""),
         )
     errors = columns("absolute error", ">median", ">mean")
     for title, error in (("before", fit.before), ("after", fit.after), ("left out", fit.left_out)):

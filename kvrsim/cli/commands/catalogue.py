@@ -484,7 +484,6 @@ TERM_MEANINGS = {  # terms of an engine's record
     "prepare_s": "host, per step",
     "collective_s": "per collective of tensor parallelism, in addition to its kernel",
     "kernel_scale": "seconds of kernels divided by those of the profile",
-    "sustained_share": "rate of the GPU under long load divided by its rate in short bursts, as its clock falls",
 }
 _UNKNOWN = {  # kinds of uncertainty in ranges of whole TTFTs, as in EngineFit.widths
     "setting": "measured divided by predicted",
