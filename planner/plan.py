@@ -114,7 +114,7 @@ def make_plan(
         warnings=(*warnings, *notes, *ranking.notes(search), *untimed),
         interval_coverage=measured_coverage(scenario),
         noise=_noise_report(disturbance),
-        shortfall=_shortfall(ranking),
+        shortfall=_shortfall(ranking, search.cluster_gpus or scenario.num_gpus),
         promise=ranking.promise(target or TargetArgs(), seed) if first.fits else None,
         limits=ranking.best.limits,
     )
@@ -435,12 +435,12 @@ def _noise_report(disturbance: Disturbance | None) -> NoiseReport | None:
     return NoiseReport(noise=disturbance.noise, num_samples=disturbance.num_samples, seed=disturbance.seed)
 
 
-def _shortfall(ranking: Ranking) -> Shortfall | None:
+def _shortfall(ranking: Ranking, cluster_gpus: int) -> Shortfall | None:
     if ranking.best.fits:
         return None
     from planner.shortfall import shortfall_of  # this import is only for plans that do not fit
 
-    return shortfall_of(ranking.scenario, ranking.candidates)
+    return shortfall_of(ranking.scenario, ranking.candidates, cluster_gpus)
 
 
 def _pipeline_bound(one: Candidate) -> PipelineBound | None:

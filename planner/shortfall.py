@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kvrsim.errors import InputError
-from kvrsim.hardware import Cluster, builtin_clusters, load_cluster
 from kvrsim.results.results import Remedy, Shortfall
 from kvrsim.scenario import Scenario
 from planner.candidates import Candidate, Search, all_for, distinct, least_bytes, rare_for
@@ -18,12 +17,14 @@ _RULES = ("whole", "even", "pieces")  # partition rules without a long search
 _DTYPE = "fp8"  # dtype with the smallest weights
 
 
-def shortfall_of(scenario: Scenario, candidates: Sequence[Candidate]) -> Shortfall:
+def shortfall_of(scenario: Scenario, candidates: Sequence[Candidate], cluster_gpus: int) -> Shortfall:
     """The memory that the nearest candidate lacks if none of the candidates fits, and remedies that would fit.
 
     The remedies are another strategy on the same GPUs, if not all were compared; if there is none, more GPUs (doubled
     until a strategy fits, up to 1024), and FP8 weights if the profile has them; and the memory fraction that the
     nearest candidate needs.
+
+    cluster_gpus: number of GPUs of the whole cluster.
     """
     nearest = min(candidates, key=_peak)
     peak = _peak(nearest)
@@ -31,7 +32,7 @@ def shortfall_of(scenario: Scenario, candidates: Sequence[Candidate]) -> Shortfa
     remedies = _first_that_fits(scenario, compared, "")
     most_gpus = scenario.num_gpus
     if not remedies:
-        remedies, most_gpus = _more_gpus(scenario)
+        remedies, most_gpus = _more_gpus(scenario, cluster_gpus)
         remedies = (*remedies, *_smaller_weights(scenario))
     return Shortfall(
         strategy=nearest.strategy.name,
@@ -46,9 +47,13 @@ def _peak(one: Candidate) -> int:
     return max(rank.total for rank in one.memory)
 
 
-def _more_gpus(scenario: Scenario) -> tuple[tuple[Remedy, ...], int]:
-    """The remedy with the fewest GPUs that were tried, and the most GPUs that were tried."""
-    has, tried = _ports(scenario.cluster), scenario.num_gpus
+def _more_gpus(scenario: Scenario, cluster_gpus: int) -> tuple[tuple[Remedy, ...], int]:
+    """The remedy with the fewest GPUs that were tried, and the most GPUs that were tried.
+
+    A switch has as many ports as its cluster has GPUs; other clusters grow.
+    """
+    has = cluster_gpus if scenario.cluster.topology == "switch" else math.inf
+    tried = scenario.num_gpus
     while 2 * tried <= _MOST_GPUS:
         try:
             larger = scenario.on_gpus(2 * tried)
@@ -59,13 +64,6 @@ def _more_gpus(scenario: Scenario) -> tuple[tuple[Remedy, ...], int]:
         if remedies := _first_that_fits(larger, (), change):
             return remedies, tried
     return (), tried
-
-
-def _ports(cluster: Cluster) -> float:
-    """The most GPUs that --gpus accepts; a switch has as many ports as its cluster has GPUs."""
-    if cluster.topology != "switch":
-        return math.inf
-    return load_cluster(cluster.name).num_gpus if cluster.name in builtin_clusters() else cluster.num_gpus
 
 
 def _smaller_weights(scenario: Scenario) -> tuple[Remedy, ...]:

@@ -31,6 +31,15 @@ def test_a_part_of_the_campaign_finds_nothing_false(case: PlannedCase) -> None:
     assert {"fits", "best", "bound", "extrapolated"} <= {claim.kind for claim in claims}
 
 
+@pytest.mark.parametrize("cluster", [{"cluster": "2xh20"}, {"cluster": "h20-nvlink", "gpus": "2"}])
+def test_remedies_fit_on_a_cluster_of_a_size_and_on_a_part_of_a_cluster(cluster: dict[str, str]) -> None:
+    question = {"model": "falcon-180b", "ctx": "4k"} | cluster
+    misfit = PlannedCase.ask(question, np.random.default_rng(1))
+    claims = list(KINDS["nothing fits"].checks["nothing fits"](misfit))
+    assert [claim for claim in claims if not claim.holds] == []
+    assert any(claim.said.startswith("would fit") for claim in claims)
+
+
 def _slower_best(said: dict[str, Any]) -> None:
     said["strategies"][0] = said["strategies"][0] | {"ttft_s": said["strategies"][0]["ttft_s"] * 0.9}
 

@@ -1,8 +1,10 @@
 """The campaign: random questions, their statements checked, a journal, and the page docs/results/statements.md.
 
-python -m validate.statements                             write the page (about 20 minutes of one core)
-python -m validate.statements --questions 5 --kinds best  print the result of a small part; write nothing
-python -m validate.statements --journal FILE              resume a campaign that was interrupted
+    python -m validate.statements                             write the page (about 20 minutes of an idle core)
+    python -m validate.statements --questions 5 --kinds best  print the result of a small part; write nothing
+    python -m validate.statements --finish FILE...            write the page from journals of parts, such as of --kinds
+
+After an interruption the same command resumes from its journal.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import numpy as np
 from numpy.random import Generator
 
 from kvrsim.errors import KvrsimError
-from kvrsim.io.journal import Journal
+from kvrsim.io.journal import Journal, read_results
 from validate.report import RESULTS, fill, numbers_table, write_page
 from validate.statements import fleets, launches, plans, promises
 from validate.statements.claims import Claim, Options, command_of
@@ -170,22 +172,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m validate.statements", description=(__doc__ or "").split("\n", 1)[0]
     )
+    journal = Path("statements.partial")
     parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of statements, with commas between")
     parser.add_argument("--questions", type=int, default=QUESTIONS, help="questions of each kind")
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument(
-        "--journal", type=Path, default=Path("statements.partial"), help="journal; it is removed at the end"
-    )
+    parser.add_argument("--journal", type=Path, default=journal, help="an interrupted campaign resumes from it")
+    parser.add_argument("--finish", type=Path, nargs="+", metavar="FILE", help="ask nothing, read these journals")
     options = parser.parse_args(arguments)
     kinds = options.kinds.split(",")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         parser.error(f"--kinds: got {unknown[0]}, accepted: {', '.join(KINDS)}")
-    outcomes = run(kinds, options.questions, options.seed, options.journal)
-    if (kinds, options.questions, options.seed) == (list(KINDS), QUESTIONS, SEED):
+    if options.finish is not None:
+        outcomes = [Outcome(**result) for path in options.finish for result in read_results(path)]
+    else:
+        try:
+            outcomes = run(kinds, options.questions, options.seed, options.journal)
+        except KeyboardInterrupt:
+            _report(f"interrupted; the same command resumes from {options.journal}")
+            return 130
+    is_whole = (kinds, options.questions, options.seed) == (list(KINDS), QUESTIONS, SEED)
+    if is_whole or options.finish is not None:
         write_page(RESULTS / "statements.md", page(outcomes, kinds))
     else:
         print("\n".join([*table_of(outcomes, kinds), *false_of(outcomes)]))
-    options.journal.unlink(missing_ok=True)
+    if options.finish is None:
+        options.journal.unlink(missing_ok=True)
     return 1 if any(outcome.false for outcome in outcomes) else 0
 
 

@@ -93,12 +93,28 @@ def _claims(case: PlannedCase, engine: str, entry: Entry) -> Iterator[Claim]:
         found=f"the prompt has {tokens}, the model {most} positions",
         holds=tokens <= length <= most,
     )
-    memory = float(flags[_MEMORY[engine]])
+    yield from _memory(case, engine, entry, float(flags[_MEMORY[engine]]), name)
+
+
+def _memory(case: PlannedCase, engine: str, entry: Entry, fraction: float, name: str) -> Iterator[Claim]:
+    """The share of the memory that an engine takes: the plan's, or the part of it that each engine counts.
+
+    vLLM counts everything, SGLang weights and cache, TensorRT-LLM the cache as a share of what the weights leave.
+    """
+    ranks = case.simulate_entry(entry).per_rank
+    gpu_bytes = case.said["cluster"]["gpu"]["memory_bytes"]
+    room = fraction * gpu_bytes
+    needed = max(rank.memory.total for rank in ranks)
+    if engine == "sglang":
+        needed = max(rank.memory.weights + rank.memory.kv_cache for rank in ranks)
+    if engine == "trtllm":
+        room = min(fraction * (gpu_bytes - rank.memory.weights) for rank in ranks)
+        needed = max(rank.memory.kv_cache for rank in ranks)
     yield Claim(
         kind="launch",
-        said=f"{name} with {memory:g} of the memory",
-        found=f"the plan has {case.said['memory_fraction']:g}",
-        holds=0 < memory <= case.said["memory_fraction"] + 1e-9,
+        said=f"{name} with {fraction:g} of the memory, {room / 1e9:.2f} GB",
+        found=f"at least {needed / 1e9:.2f} GB are needed, at most {case.said['memory_fraction']:g} may be taken",
+        holds=needed <= room * (1 + 1e-3) and (engine == "trtllm" or fraction <= case.said["memory_fraction"] + 1e-4),
     )
 
 

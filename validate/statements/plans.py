@@ -16,6 +16,7 @@ import numpy as np
 from numpy.random import Generator
 
 import kvrsim
+from kvrsim.arguments import ScenarioArgs, options_of
 from kvrsim.errors import InputError
 from kvrsim.executors.run import ttft_s
 from kvrsim.model.mixers import Attention
@@ -59,7 +60,9 @@ class PlannedCase:
     @cached_property
     def scenario(self) -> kvrsim.Scenario:
         """The question as the simulator sees it."""
-        return kvrsim.make_scenario(**arguments_of(self.options))[0]
+        of_scenario = options_of(ScenarioArgs)
+        options = {name: value for name, value in self.options.items() if name in of_scenario}
+        return kvrsim.make_scenario(**arguments_of(options))[0]
 
     @property
     def best(self) -> Entry | None:
@@ -217,6 +220,7 @@ def _shortfall(case: PlannedCase) -> Iterator[Claim]:
         change = remedy["change"]
         if "cluster of" in change:
             changed = {**case.options, "cluster": _larger(case.options["cluster"], remedy["num_gpus"])}
+            changed.pop("gpus", None)
             changed["strategies"] = remedy["strategy"]
         else:
             changed = with_change({**case.options, "strategies": remedy["strategy"]}, shlex.split(change))

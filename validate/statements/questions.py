@@ -45,6 +45,8 @@ def draw_plan(rng: Generator) -> dict[str, str]:
     if options["cluster"].endswith("xl40s"):  # a bus, on which each message is simulated
         options["ctx"] = choose(rng, SHORT_CONTEXTS)
         options["cluster"] = cluster_name(min(num_gpus, 4), "l40s")
+    if rng.random() < 0.8:
+        options["search_budget"] = "0.1s"
     if rng.random() < 0.5:
         options["engine"] = choose(rng, ENGINES)
     if rng.random() < 0.15:
