@@ -178,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--journal", type=Path, default=journal, help="an interrupted campaign resumes from it")
     parser.add_argument("--finish", type=Path, nargs="+", metavar="FILE", help="ask nothing, read these journals")
+    parser.add_argument("--commit", help="with --finish, the commit at which the questions were asked, if not this one")
     options = parser.parse_args(arguments)
     kinds = options.kinds.split(",")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
@@ -192,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 130
     is_whole = (kinds, options.questions, options.seed) == (list(KINDS), QUESTIONS, SEED)
     if is_whole or options.finish is not None:
-        write_page(RESULTS / "statements.md", page(outcomes, kinds))
+        write_page(RESULTS / "statements.md", page(outcomes, kinds, options.commit))
     else:
         print("\n".join([*table_of(outcomes, kinds), *false_of(outcomes)]))
     if options.finish is None:
@@ -200,13 +201,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(outcome.false for outcome in outcomes) else 0
 
 
-def page(outcomes: Sequence[Outcome], kinds: Sequence[str]) -> list[str]:
-    """The page of results."""
+def page(outcomes: Sequence[Outcome], kinds: Sequence[str], commit: str | None) -> list[str]:
+    """The page of results; commit: that at which the questions were asked, if it is not this one."""
+    asked = "" if commit is None else f" The questions were asked at commit {commit} and shortly after it."
+    if any(_asked(outcomes, kind) < QUESTIONS for kind in kinds):
+        asked += f" The campaign has not asked all {QUESTIONS} questions of each kind yet."
     refused = Counter(outcome.refusal.partition(":")[0] for outcome in outcomes if outcome.refusal)
     return fill(
         "statements",
         questions=len(outcomes),
         seed=SEED,
+        asked=asked,
         table=table_of(outcomes, kinds),
         false=false_of(outcomes),
         refused=", ".join(f"{name} {number}" for name, number in refused.most_common()) or "none",
