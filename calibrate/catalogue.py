@@ -122,7 +122,8 @@ def _polynomial(value: int, terms: dict[tuple[str, ...], int]) -> int:
 
 
 def _quotient(number: int, by: int) -> int:
-    terms, value = _terms(number), int(number) // int(by)
+    terms = _terms(number)
+    value = int(number) // int(by)
     if not isinstance(by, Symbol) and all(count % by == 0 for count in terms.values()):
         return _polynomial(value, {keys: count // by for keys, count in terms.items()})
     if terms == _terms(by):
@@ -258,7 +259,8 @@ class Kind:
         return fixed
 
     def _order(self, config: Mapping[str, Any], spec: ModelSpec, numbers: Mapping[str, int]) -> dict[str, Any]:
-        count, kinds = len(spec.layers), spec.layer_kind_index
+        count = len(spec.layers)
+        kinds = spec.layer_kind_index
         values: dict[str, list[str]] = {}
         every: list[dict[str, Any]] = []  # lists with one entry per layer: those of the class, then those of the file
         for source in (vars(self.cls.from_dict(dict(config))), dict(config)):
@@ -285,16 +287,19 @@ class Kind:
         if first and len(set(first)) == 1 and leading and cycle:
             first = [first[0], leading[0]]
         if any(every[1]) and len(set(kinds)) > 1:
-            first, cycle = list(kinds), []
+            first = list(kinds)
+            cycle = []
         return {"seen": values, "by": by, "kinds": table if by else {}, "first": first, "cycle": cycle}
 
     def _prove(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str]) -> str:
         """Compare the variant with the class for other numbers; fix the numbers for which they disagree."""
         free = self._free(config, variant, numbers)
-        order, values = variant["order"], vars(self.cls.from_dict(dict(config)))
+        order = variant["order"]
+        values = vars(self.cls.from_dict(dict(config)))
         if order["by"] and (free is None or ({*numbers} & {*_LAYERS}) - free):
             # no rule gives the kinds of more layers: files must list them
-            order["first"], order["cycle"] = [order["kinds"][key] for key in _rows(values, order["by"])], []
+            order["first"] = [order["kinds"][key] for key in _rows(values, order["by"])]
+            order["cycle"] = []
             config = {**config, **{key: values[key] for key in order["by"]}}
             free = self._free(config, variant, numbers)
         if free is None:
@@ -314,7 +319,8 @@ class Kind:
 
     def _fix(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str], free: set[str]) -> str:
         passed_on = ("max_position_embeddings", "vocab_size")  # no width depends on these
-        usual, fixed = self.numbers(config), {key for key in numbers if key not in free and key not in passed_on}
+        usual = self.numbers(config)
+        fixed = {key for key in numbers if key not in free and key not in passed_on}
         if any(usual[key] > _MAX_LAYERS for key in fixed - _keys_of(variant)):  # the number may be the index of a layer
             fixed |= {key for key in numbers if key in _LAYERS}
         for key in (key for key in fixed if usual[key] or not config.get(key, self.defaults[key])):  # kept by the class
@@ -327,10 +333,13 @@ class Kind:
 
     def _follows(self, config: Mapping[str, Any], variant: dict[str, Any], keys: list[str]) -> set[str] | None:
         """The keys whose numbers changed while template and class agreed; None: they disagreed for some numbers."""
-        draw, own = random.Random(0), _keys_of(variant)
+        draw = random.Random(0)
+        own = _keys_of(variant)
         # Keys that are in no expression may still determine the kinds of layers, such as the first layer with experts.
         structure = {key for key in keys if _STRUCTURE.search(key) or key not in (*own, *_LAYERS)}
-        usual, changed, passed = self.numbers(config), set[str](), 0
+        usual = self.numbers(config)
+        changed = set[str]()
+        passed = 0
         fixed = {key: usual[key] for key in usual if key not in keys and key in self.defaults}
         self.data["defaults"] |= {key: self.defaults[key] for key in fixed if key not in self.data["defaults"]}
         changing = {**variant, "fixed": variant["fixed"] | fixed}
@@ -452,7 +461,8 @@ def main() -> None:
         try:
             if CONFIG_MAPPING[name]().get_text_config(decoder=True).model_type != name:
                 continue  # type of a model with several parts: files have the type of the text part
-            kind, usual = Kind(name), required_values(name)
+            kind = Kind(name)
+            usual = required_values(name)
         except Exception as error:  # no usable defaults, or classes of another type
             print(f"{name}: {type(error).__name__} {error}", flush=True)
             continue

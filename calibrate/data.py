@@ -129,7 +129,8 @@ class CsvTable:
     @classmethod
     def of_frame(cls, frame: pandas.DataFrame, argument: str) -> CsvTable:
         """Rows of a data frame, as in its CSV file; a missing value becomes an empty text."""
-        where, columns = f"{argument} DataFrame", tuple(map(str, frame.columns))
+        where = f"{argument} DataFrame"
+        columns = tuple(map(str, frame.columns))
         _check_header(columns, where)
         records = frame.astype(object).where(frame.notna(), "").itertuples(index=False)
         rows = (
@@ -273,7 +274,8 @@ class Measurement:
         dtypes = MEASURED_DTYPES if self.operation == "gemm" else DTYPES
         if self.dtype is not None and self.dtype not in dtypes:
             raise InputError("dtype", self.dtype, ", ".join(dtypes))
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        heads = self.num_attention_heads
+        kv_heads = self.num_key_value_heads
         if heads is not None and kv_heads is not None and heads % kv_heads:
             raise InputError("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
 

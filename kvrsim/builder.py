@@ -279,8 +279,10 @@ def notes_on(scenario: Scenario) -> tuple[str, ...]:
 
 
 def _model_notes(scenario: Scenario) -> list[str]:
-    model, request = scenario.model, scenario.request
-    trained, notes = model.max_position_embeddings, list[str]()
+    model = scenario.model
+    request = scenario.request
+    trained = model.max_position_embeddings
+    notes = list[str]()
     if trained is not None and request.context_len > trained:
         notes.append(note("max position", tokens=request.context_len, model=model.name, trained=trained))
     if model.from_class:
@@ -294,7 +296,8 @@ def _model_notes(scenario: Scenario) -> list[str]:
 
 def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
     """Notes on where the scenario lies outside the range that the profile was measured in."""
-    valid, model = profile.valid, scenario.model
+    valid = profile.valid
+    model = scenario.model
     ranges = {
         "context": (scenario.request.context_len, scenario.context_span),
         "GPUs": (scenario.cluster.num_gpus, valid.num_gpus),
@@ -315,7 +318,8 @@ def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
         notes.append(note("batch"))
     engine = scenario.engine
     if engine is not None and not engine.knows(profile.gpu):
-        gpus, scale = ", ".join(engine.kernel_scale), engine.scale_on(profile.gpu)
+        gpus = ", ".join(engine.kernel_scale)
+        scale = engine.scale_on(profile.gpu)
         notes.append(note("engine", engine=engine.name, known=gpus, gpu=profile.gpu, scale=scale))
     tokens = scenario.request.batch * scenario.request.new_tokens
     for unknown in () if engine is None else engine.unknowns(model.model_type, profile.gpu, tokens):

@@ -48,7 +48,8 @@ class ClosedLoop:
         rest_s = mean_ttft_s - self.wait_steps * self.tpot_s
         if rest_s <= 0:
             return None
-        first, later = 1 + self._others * FIRST_WAVE, self._others * (1 - FIRST_WAVE)
+        first = 1 + self._others * FIRST_WAVE
+        later = self._others * (1 - FIRST_WAVE)
         # rest = T (first + later T / (T + decode)), a quadratic equation for T
         half = (first * decode_s - rest_s) / 2
         root = math.sqrt(half**2 + (first + later) * rest_s * decode_s)

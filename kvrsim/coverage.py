@@ -20,7 +20,9 @@ from kvrsim.units import format_bandwidth
 
 def coverage_notes(model: ModelSpec, profile: CalibrationProfile, element_bytes: int) -> Iterator[Note]:
     """Notes on the kinds of layers of the model for which the profile has no rates, a sentence per kind."""
-    rates, name, mixers = profile.kernels, profile.name, [one.mixer for one in model.layer_kinds if one.mixer]
+    rates = profile.kernels
+    name = profile.name
+    mixers = [one.mixer for one in model.layer_kinds if one.mixer]
     latents = [mixer for mixer in mixers if isinstance(mixer, LatentAttention) and not mixer.is_sparse]
     if latents and rates.latent is None:
         yield note("no rates, latent", profile=name)
@@ -46,7 +48,8 @@ def _is_counted(mixer: Mixer, rates: KernelRates) -> bool:
 def expert_notes(scenario: Scenario) -> Iterator[Note]:
     """Notes on a mixture of experts: the rates of its experts, and how unevenly tokens are spread over GPUs."""
     sparse = [layer for layer in scenario.model.layer_kinds if layer.num_experts]
-    profile, placement = scenario.profile, scenario.expert_placement
+    profile = scenario.profile
+    placement = scenario.expert_placement
     if sparse and profile is not None and (rates := profile.kernels.experts) is not None:
         types = dict.fromkeys(layer.mlp[0].compute for layer in sparse)
         covered = [kind for kind in types if rates.covers(kind, 2)]
@@ -66,7 +69,9 @@ def expert_notes(scenario: Scenario) -> Iterator[Note]:
 
 def precision_notes(scenario: Scenario) -> Iterator[Note]:
     """Notes on a quantised model: the type of each computation, and the rates used for types without their own."""
-    model, profile, dtype = scenario.model, scenario.profile, scenario.request.dtype
+    model = scenario.model
+    profile = scenario.profile
+    dtype = scenario.request.dtype
     if (quantization := model.quantization) is None:
         return
     about = {
@@ -125,13 +130,15 @@ def _substitute(compute: str, priced: str | None, half: str, scenario: Scenario)
 
 def placement_notes(scenario: Scenario) -> Iterator[Note]:
     """Note on a cached prefix that is not on every rank."""
-    placement, cluster = scenario.prefix_placement, scenario.cluster
+    placement = scenario.prefix_placement
+    cluster = scenario.cluster
     if placement.place == "all" or not scenario.request.cached_prefix:
         return
     if (path := placement.path(cluster)) is None:
         yield note("cached prefix, moved")
         return
-    rate, place = format_bandwidth(path.bandwidth_bytes_per_s), placement.place
+    rate = format_bandwidth(path.bandwidth_bytes_per_s)
+    place = placement.place
     if placement.bytes_per_s is not None:
         yield note("cached prefix, given", rate=rate)
         return

@@ -285,7 +285,8 @@ class Cluster:
         """Return the path from rank `src` to another rank `dst`."""
         assert src != dst, src
         assert 0 <= min(src, dst) <= max(src, dst) < self.num_gpus, (src, dst)
-        link, hops = self.link, 1
+        link = self.link
+        hops = 1
         if self.topology == "chain":
             hops = abs(dst - src)
         elif self.topology == "nodes":
@@ -404,7 +405,8 @@ def _cluster_of_size(text: str, argument: str, names: tuple[str, ...]) -> Cluste
     sizes = [int(one) for one in match.groups()[:2] if one]
     num_nodes, per_node = sizes if len(sizes) == 2 else (1, sizes[0] if sizes else node.num_gpus)
     if per_node > node.num_gpus and num_nodes == 1 and per_node % node.num_gpus == 0:
-        num_nodes, per_node = per_node // node.num_gpus, node.num_gpus
+        num_nodes = per_node // node.num_gpus
+        per_node = node.num_gpus
     if not 1 <= per_node <= node.num_gpus or not 1 <= num_nodes * per_node <= MAX_GPUS:
         raise InputError(argument, text, f"NODESxGPUSx{match[3]} with 1 to {node.num_gpus} GPUs per node")
     if num_nodes == 1:
@@ -480,7 +482,8 @@ class UnevenCluster(Cluster):
         return path if factor == 1.0 else scale(path, factor, only_rates=True)
 
     def _passes(self, link: SlowLink, src: int, dst: int) -> bool:
-        low, high = min(src, dst), max(src, dst)
+        low = min(src, dst)
+        high = max(src, dst)
         if self.topology == "chain":
             return low <= link.first and link.second <= high
         return (low, high) == (link.first, link.second)

@@ -22,7 +22,8 @@ def cell(x: ArrayLike, grid: ArrayLike) -> tuple[NDArray[np.intp], Floats]:
     The grid is ascending. Beyond its ends the outermost cell is extended: shares are below 0 or above 1.
     On a grid of one point all shares are 0.
     """
-    points, at = np.asarray(grid, dtype=float), np.asarray(x, dtype=float)
+    points = np.asarray(grid, dtype=float)
+    at = np.asarray(x, dtype=float)
     low = np.clip(np.searchsorted(points, at, side="right") - 1, 0, max(0, len(points) - 2))
     if len(points) == 1:
         return low, np.zeros(at.shape)

@@ -190,9 +190,11 @@ class Layout:
         number = None
         slices_all = self.expert_tensor == self.stage_gpus
         if self.is_mixture and self.expert_parallel > 1:
-            experts, number = "ep", self.expert_parallel
+            experts = "ep"
+            number = self.expert_parallel
         elif self.is_mixture and not slices_all and (self.scheme is None or self.scheme in ENGINE_SCHEMES):
-            experts, number = "edp", self.expert_data
+            experts = "edp"
+            number = self.expert_data
         context = self.context if self.scheme in (None, *ENGINE_SCHEMES) else None
         return Degrees(
             **{name: getattr(self, name) for name in ("data", "tensor", "pipeline", "scheme", "pieces")},
@@ -240,7 +242,9 @@ def layout_on(degrees: Degrees, num_gpus: int, *, is_mixture: bool, whole_expert
         if degrees.experts != "default":
             raise InputError("strategies", degrees.name, f"no {degrees.experts}, as the model has no routed experts")
         return layout
-    gpus, ranks, experts = layout.stage_gpus, layout.context * layout.data, degrees.experts
+    gpus = layout.stage_gpus
+    ranks = layout.context * layout.data
+    experts = degrees.experts
     number = degrees.num_experts_groups
     if experts == "default" and not degrees.is_deployable and not whole_experts_fit and ranks > 1:
         experts = "ep"

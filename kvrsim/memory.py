@@ -26,7 +26,9 @@ from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks, stages
 
 EAGER_SCORE_PEAK_BYTES = 10  # bytes per element of a score matrix in half precision, as counted above
-MERGE_PEAK_BYTES, FUSED_MERGE_PEAK_BYTES = 18, 6  # bytes per element of the output, as counted above
+# bytes per element of the output, as counted above
+MERGE_PEAK_BYTES = 18
+FUSED_MERGE_PEAK_BYTES = 6
 RUNTIME_BYTES = 1_000_000_000  # CUDA context, cuBLAS workspace and NCCL buffers of one process
 
 
@@ -96,7 +98,9 @@ def bytes_of_layers(scenario: Scenario) -> tuple[float, ...]:
 
     scenario: per rank of a pipeline.
     """
-    parts, model, width = _Parts(scenario), scenario.share, scenario.request.dtype_bytes
+    parts = _Parts(scenario)
+    model = scenario.share
+    width = scenario.request.dtype_bytes
     caches = [parts.cache(kind, scenario.request.context_len) for kind in model.layer_kinds]
     layers = [
         weights + caches[kind] for weights, kind in zip(model.layer_bytes(width), model.layer_kind_index, strict=True)
@@ -112,8 +116,11 @@ class _Parts:
     """Bytes that a GPU holds for one batch, part by part."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.scenario, self.model, self.request = scenario, scenario.share, scenario.request
-        self.batch, self.width = scenario.request.batch, scenario.request.dtype_bytes
+        self.scenario = scenario
+        self.model = scenario.share
+        self.request = scenario.request
+        self.batch = scenario.request.batch
+        self.width = scenario.request.dtype_bytes
         layout = scenario.expert_placement.layout
         # Experts that are spread, or shared by several ranks, process tokens of other ranks.
         self._has_other_tokens = layout.expert_parallel > 1 or layout.exchange != "none"
@@ -127,9 +134,12 @@ class _Parts:
         self, strategy: Strategy, partition: Partition, program: Program, rank: int, in_flight: Array
     ) -> RankMemory:
         """Memory of a rank; `in_flight`: bytes in flight on the rank in a layer, for each kind of layer."""
-        model, request, chunk = self.model, self.request, partition.chunk_lens[rank]
+        model = self.model
+        request = self.request
+        chunk = partition.chunk_lens[rank]
         access = self.scenario.prefix_access_plan
-        caches, gathered = [], []
+        caches = []
+        gathered = []
         for kind, layer, in_flight_bytes in zip(program.layers, model.layer_kinds, in_flight, strict=True):
             shares = access.share and not isinstance(layer.mixer, Recurrence)  # ranks keep only a share of the prefix
             others = self.cache(layer, request.cached_prefix) * (1.0 - access.share) if shares else 0.0
@@ -162,9 +172,12 @@ class _Parts:
         context ranks of a stage gather the K and V of a piece and compute attention in two parts. The last rank
         holds the logits.
         """
-        model, context, longest = self.model, context_ranks(strategy), max(partition.chunk_lens)
+        model = self.model
+        context = context_ranks(strategy)
+        longest = max(partition.chunk_lens)
         piece = -(-longest // context)
-        layer_bytes, kinds = model.layer_bytes(self.width), model.layer_kind_index
+        layer_bytes = model.layer_bytes(self.width)
+        kinds = model.layer_kind_index
         each = [self.cache(kind, self.request.context_len) for kind in model.layer_kinds]
         cached = [each[kind] for kind in kinds]
         gathered = [self.cache(kind, longest) if context > 1 else 0.0 for kind in model.layer_kinds]
@@ -172,7 +185,8 @@ class _Parts:
         scores = self._scores(self._all_scores(piece if context == 1 else -(-piece // 2)))
         experts = self._experts(piece, longest)
         for layers in stages(strategy, model.num_hidden_layers, self.scenario.cluster.num_gpus):
-            begins, ends = layers[0] == 0, layers[-1] == model.num_hidden_layers - 1
+            begins = layers[0] == 0
+            ends = layers[-1] == model.num_hidden_layers - 1
             own = slice(layers.start, layers.stop)
             weights = sum(layer_bytes[own]) + begins * model.embedding_bytes(self.width)
             weights += ends * model.head_bytes(self.width)
@@ -228,9 +242,11 @@ class _Parts:
         """
         if not self._has_other_tokens:
             return 0
-        tokens, every = np.array([float(chunk)]), np.array([float(together)])
+        tokens = np.array([float(chunk)])
+        every = np.array([float(together)])
         gathered = together * self.scenario.data_load if self.scenario.gather is not None else 0.0
-        cost, placement = no_time(self.scenario.traits), self.scenario.expert_placement
+        cost = no_time(self.scenario.traits)
+        placement = self.scenario.expert_placement
         rows = [
             float(RoutedExperts(layer, cost, placement).call(tokens, every).rows(self.batch)[0]) * _mlp_widths(layer)
             for layer in self.model.layer_kinds

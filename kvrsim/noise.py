@@ -124,8 +124,11 @@ class NoiseDraw:
 
     def __init__(self, noise: Noise, num_ranks: int, *, seed: int, samples: Sequence[int] = (0,)) -> None:
         """`samples` are the numbers of the runs; runs of one seed with different numbers are independent."""
-        self.noise, self.seed, self.samples = noise, seed, tuple(samples)
-        self.num_samples, self.num_ranks = len(samples), num_ranks
+        self.noise = noise
+        self.seed = seed
+        self.samples = tuple(samples)
+        self.num_samples = len(samples)
+        self.num_ranks = num_ranks
         roots = [(seed, sample) for sample in samples]
         traffic = noise.side_traffic
         quiet = traffic is None or traffic.is_quiet or num_ranks < 2
@@ -179,7 +182,8 @@ class _Slots:
     """The pair of neighbours that carries side traffic in each time slot."""
 
     def __init__(self, traffic: SideTraffic, num_ranks: int, roots: list[tuple[int, int]]) -> None:
-        self.traffic, self.num_pairs = traffic, num_ranks - 1
+        self.traffic = traffic
+        self.num_pairs = num_ranks - 1
         self.generators = [np.random.default_rng([*root, _TRAFFIC]) for root in roots]
         self.phase_s = np.array([rng.random() for rng in self.generators]) * traffic.dwell_s
         self.pairs: npt.NDArray[np.int64] = np.zeros((len(roots), 0), dtype=np.int64)  # pair per slot; -1: none
@@ -188,7 +192,8 @@ class _Slots:
     def warp(self, place: tuple[int, ...]) -> Warp | None:
         """The speed of a rank or of a link over time; None if constant. place: (rank,), or (src, dst) of a link."""
         if place not in self.warps:
-            first, last = min(place), max(place)
+            first = min(place)
+            last = max(place)
             if first == last:  # a rank, which is in the pairs to its left and to its right
                 pairs = [pair for pair in (first - 1, first) if 0 <= pair < self.num_pairs]
                 slow = 1.0 / (1.0 + self.traffic.slowdown)
@@ -213,7 +218,9 @@ class Warp:
     """Speed over time: `slow` while one of `pairs` carries side traffic, else 1; one row of slots per sample."""
 
     def __init__(self, slots: _Slots, pairs: list[int], slow: float) -> None:
-        self.slots, self.pairs, self.slow = slots, pairs, slow
+        self.slots = slots
+        self.pairs = pairs
+        self.slow = slow
         self.dwell_s = slots.traffic.dwell_s
         self._extend(_BLOCK)
 
@@ -230,8 +237,10 @@ class Warp:
         rows = np.arange(len(done))
         self.apart_s = float(done[:, -1].max()) + self.dwell_s
         self.edges = (done[:, 1:] + rows[:, None] * self.apart_s).ravel()
-        self.speed, self.done = speed.ravel(), done[:, :-1].ravel()
-        self.first, self.shift_s = rows * self.width, rows * self.apart_s
+        self.speed = speed.ravel()
+        self.done = done[:, :-1].ravel()
+        self.first = rows * self.width
+        self.shift_s = rows * self.apart_s
 
     def end_s(self, start_s: Array, work_s: Array) -> Array:
         """Time at which work of `work_s` seconds at full speed ends; shapes (..., samples)."""
@@ -270,7 +279,8 @@ def parse_noise(text: str) -> Noise:
             raise InputError("noise", text, "each kind of noise once")
         content |= values
     noise = read(Noise, JsonObject(fields=content, where="noise"), name=text)
-    gpus, links = noise.slow_gpus, noise.slow_links
+    gpus = noise.slow_gpus
+    links = noise.slow_links
     if len({one.rank for one in gpus}) < len(gpus) or len({(one.first, one.second) for one in links}) < len(links):
         raise InputError("noise", text, "each GPU and link once")
     if any(link.first == link.second for link in links):
@@ -380,7 +390,8 @@ class Distribution:
 
 
 def _mean(ordered: np.typing.NDArray[np.float64]) -> Estimate:
-    mean, count = float(ordered.mean()), len(ordered)
+    mean = float(ordered.mean())
+    count = len(ordered)
     if count < 2:
         return Estimate(value_s=mean, low_s=None, high_s=None)
     half = _DEVIATES_OF_95_PERCENT * float(ordered.std(ddof=1)) / math.sqrt(count)
@@ -391,7 +402,8 @@ def _percentile(ordered: np.typing.NDArray[np.float64], share: float) -> Estimat
     """Percentile with limits by order statistics: the number of samples below is binomial for any distribution."""
     count = len(ordered)
     below = np.cumsum([_binomial(count, below, share) for below in range(count + 1)])
-    low, high = int(np.searchsorted(below, 0.025)), int(np.searchsorted(below, 0.975))
+    low = int(np.searchsorted(below, 0.025))
+    high = int(np.searchsorted(below, 0.975))
     value_s = float(np.quantile(ordered, share))  # interpolated between two samples
     return Estimate(
         value_s=value_s,

@@ -219,7 +219,9 @@ def run_order(ranks: Sequence[Sequence[Any]]) -> tuple[list[Sequence[int]], list
     operations waits for ever.
     ranks: the operations of each rank; a message is a Send, or another object with `dst` and `rendezvous`.
     """
-    order, at, sent = list[Sequence[int]](), [0] * len(ranks), Counter[tuple[int, int]]()
+    order = list[Sequence[int]]()
+    at = [0] * len(ranks)
+    sent = Counter[tuple[int, int]]()
 
     def now(rank: int) -> Any:
         return ranks[rank][at[rank]] if at[rank] < len(ranks[rank]) else None

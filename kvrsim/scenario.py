@@ -220,7 +220,9 @@ class Scenario:
 
     def _in_sizes(self, layout: Layout) -> Scenario:
         request = replace(self.request, batch=-(-self.request.batch // layout.data))
-        size, cluster, group = layout.tensor, self.cluster, None
+        size = layout.tensor
+        cluster = self.cluster
+        group = None
         if size > 1:
             cluster = grouped_cluster(self.cluster, size)
             group = group_of(self.cluster, size, share_of(self.model, size))
@@ -350,7 +352,8 @@ class Scenario:
 
     def with_slower_links(self, factor: float) -> Scenario:
         """Return the scenario with links that are slower by a factor."""
-        link, network = scale(self.cluster.link, factor), scale(self.cluster.network, factor)
+        link = scale(self.cluster.link, factor)
+        network = scale(self.cluster.network, factor)
         cluster = replace(self.cluster, link=link, network=network)
         group, gather = (None if one is None else one.slower(factor) for one in (self.group, self.gather))
         return replace(self, cluster=cluster, group=group, gather=gather)._with_costs_of(self)

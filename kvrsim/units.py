@@ -250,7 +250,8 @@ def _lengths_of(part: str, text: str, argument: str) -> list[int]:
     if first > last:
         raise InputError(argument, text, "a range whose first length is not above its last")
     if (step := numbers[2].strip()).startswith("x"):
-        factor, lengths = parse_count(step[1:], argument, minimum=2), [first]
+        factor = parse_count(step[1:], argument, minimum=2)
+        lengths = [first]
         while lengths[-1] * factor < last:
             lengths.append(lengths[-1] * factor)
         return [*lengths, last]

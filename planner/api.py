@@ -110,7 +110,8 @@ def plan_of(
     from planner.candidates import Search
     from planner.plan import make_plan
 
-    disturbance, options = disturbance_of(noise), type(compared)(**vars(compared) | {"table": table_of(compared.table)})
+    disturbance = disturbance_of(noise)
+    options = type(compared)(**vars(compared) | {"table": table_of(compared.table)})
     scenario, warnings = build_scenario(args)
     result = make_plan(
         scenario,
@@ -180,7 +181,8 @@ def simulation_of(
     from planner.candidates import Search
     from planner.simulate import run_simulation
 
-    disturbance, options = disturbance_of(noise), SearchArgs(table=table_of(run.table))
+    disturbance = disturbance_of(noise)
+    options = SearchArgs(table=table_of(run.table))
     scenario, warnings = build_scenario(args)
     result = run_simulation(
         scenario,

@@ -228,7 +228,8 @@ def _with_prefix_access(per_rank: Scenario, strategy: Strategy) -> Scenario:
     each = [replace(per_rank, prefix_access=access) for access in _accesses(per_rank, strategy)]
     if len(each) == 1:
         return each[0]
-    ranks, cluster = per_rank.cluster.num_gpus, per_rank.cluster
+    ranks = per_rank.cluster.num_gpus
+    cluster = per_rank.cluster
     chunks = np.full((ranks, 1), per_rank.request.new_tokens / ranks)
     if cluster.shares_bandwidth:  # fair shares are exact enough to compare accesses
         cluster = per_rank.with_own_links(cluster.link.bandwidth_bytes_per_s / (ranks - 1)).cluster
@@ -320,7 +321,8 @@ class Search:
 
                 return search_even_pieces(per_rank, strategy, self.on_progress)
             case "search":
-                alone, method = strategy.group_size == 1, self.options.method
+                alone = strategy.group_size == 1
+                method = self.options.method
                 return search(
                     per_rank,
                     strategy,
@@ -356,7 +358,8 @@ def partition_of(per_rank: Scenario, strategy: Strategy, partition: Sequence[int
 
 
 def _check_partition(partition: Sequence[int], per_rank: Scenario, strategy: Strategy) -> Partition:
-    tokens, ranks = per_rank.request.new_tokens, per_rank.cluster.num_gpus
+    tokens = per_rank.request.new_tokens
+    ranks = per_rank.cluster.num_gpus
     if strategy.pipeline is None:
         return Partition.of(partition, num_tokens=tokens, num_ranks=ranks)
     result = Partition.of(partition, num_tokens=tokens, num_ranks=len(partition))
@@ -413,7 +416,8 @@ def strategies_to_compare(
     limit_bytes = scenario.memory_limit.nbytes
     if all(nbytes > limit_bytes for nbytes in least.values()):  # nothing fits is said only of all strategies
         least |= {one.name: least_bytes(scenario, one) for one in rare}
-        allowed, rare = (*allowed, *rare), ()
+        allowed = (*allowed, *rare)
+        rare = ()
     misfits = [name for name in sorted(least, key=least.__getitem__) if least[name] > limit_bytes]
     if misfits:
         few = " and ".join(misfits) if len(misfits) < 3 else f"{len(misfits)} strategies"
@@ -482,7 +486,8 @@ def _first_candidates(
     for strategy in compared.strategies:
         if strategy not in long:
             try_out(strategy)
-    left_s, too_long = _FIRST_SHARE * search.options.search_budget, list[str]()
+    left_s = _FIRST_SHARE * search.options.search_budget
+    too_long = list[str]()
     for strategy in long:
         if first_s[strategy] <= left_s or not any_fits():
             left_s -= first_s[strategy]
@@ -503,7 +508,8 @@ def _search_the_likeliest(
     scenario: Scenario, compared: ComparedStrategies, search: Search, by_name: dict[str, Candidate]
 ) -> tuple[str, ...]:
     """Search strategies that could be the best, the likeliest first; return those that the budget leaves unsearched."""
-    left_s, unsearched = search.options.search_budget, list[str]()
+    left_s = search.options.search_budget
+    unsearched = list[str]()
     own = {one.name: one for one in (*compared.strategies, *compared.rare)}
     has = search.engine.has if search.engine else engines_with
     has_engine = {name: bool(has(own[name], scenario)) for name in by_name if name in own}
@@ -583,7 +589,8 @@ class _Work(NamedTuple):
 
 def _work(per_rank: Scenario, strategy: Strategy, pieces: int) -> _Work:
     """The modelled work of a strategy's simulations; pieces: their number, for pipelines."""
-    ranks, layers = per_rank.cluster.num_gpus, per_rank.share.num_hidden_layers
+    ranks = per_rank.cluster.num_gpus
+    layers = per_rank.share.num_hidden_layers
     if per_rank.cluster.shares_bandwidth:
         messages = layers * ranks * (1 if strategy.chains else ranks)
         seconds = _SECONDS_A_LINK if strategy.chains else _SECONDS_A_MESSAGE
@@ -623,7 +630,8 @@ def least_bytes(scenario: Scenario, strategy: Strategy) -> int:
     searched pipelines, the mean of weights and cache over the stages, because layers may move between stages.
     """
     per_rank = per_rank_scenario(scenario, strategy)
-    tokens, ranks = per_rank.request.new_tokens, per_rank.cluster.num_gpus
+    tokens = per_rank.request.new_tokens
+    ranks = per_rank.cluster.num_gpus
     number = ranks
     if strategy.pipeline is not None:
         from planner.search.pipeline import piece_numbers  # imported only for pipelines
@@ -663,7 +671,8 @@ def hybrids(scenario: Scenario) -> tuple[str, ...]:
 
     For mixtures of experts, also layouts of engines that spread experts over all GPUs or those of a stage.
     """
-    num_gpus, per_node = scenario.cluster.num_gpus, scenario.cluster.gpus_per_node
+    num_gpus = scenario.cluster.num_gpus
+    per_node = scenario.cluster.gpus_per_node
     node = min(num_gpus, per_node or num_gpus)
     chunked = (f"tp{num_gpus}+{CHUNKED}",) if num_gpus > 1 else ()
     names = (*hybrid_names(group_sizes(num_gpus, per_node)), *sizes_names(num_gpus, node), *chunked)
@@ -693,7 +702,8 @@ def rare_for(scenario: Scenario) -> tuple[Strategy, ...]:
 
 def _allowed_strategies(scenario: Scenario, names: Sequence[str]) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
     """The named strategies that need no table and that machine and model allow; and notes on the others."""
-    allowed, reasons = [], dict[str, list[str]]()
+    allowed = []
+    reasons = dict[str, list[str]]()
     for name in names:
         strategy = get_strategy(name, "strategies")
         if strategy.partition_rule == "table":

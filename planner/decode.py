@@ -69,8 +69,12 @@ def step_s(per_rank: Scenario, batch: int, context: int) -> float:
     scenario = replace(per_rank, request=request)
     if scenario.host.launch_s:
         scenario = scenario.with_host(replace(scenario.host, launch_s=0.0, collective_s=0.0))
-    one, keys, cost = np.ones(1), np.full(1, float(context)), scenario.cost
-    layers, group, host = scenario.layer_costs(cost), scenario.group, scenario.host
+    one = np.ones(1)
+    keys = np.full(1, float(context))
+    cost = scenario.cost
+    layers = scenario.layer_costs(cost)
+    group = scenario.group
+    host = scenario.host
     device_s = 0.0
     for kind in scenario.share.layer_kind_index:
         costs = layers[kind]

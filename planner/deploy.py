@@ -51,11 +51,14 @@ class Server:
     @property
     def values(self) -> dict[str, Any]:
         """Values of the flags. Flags with None, 0 or False are omitted; flags with True have no value."""
-        layout, scenario = self.layout, self.scenario
-        dtype, step_tokens = scenario.request.dtype, None
+        layout = self.layout
+        scenario = self.scenario
+        dtype = scenario.request.dtype
+        step_tokens = None
         if self.pieces:
             step_tokens = -(-max(self.pieces) * scenario.request.batch // _PAGE) * _PAGE
-        spread, context = layout.is_mixture and layout.expert_parallel > 1, layout.context > 1
+        spread = layout.is_mixture and layout.expert_parallel > 1
+        context = layout.context > 1
         latent = context and self.engine.context_models[layout.scheme or ""][scenario.model.model_type] != "gathered"
         return {
             "model": self.model,
@@ -126,7 +129,8 @@ class Server:
 
     def notes(self) -> Iterator[str]:
         """Notes that the user must know in addition to the flags."""
-        engine, scenario = self.engine, self.scenario
+        engine = self.engine
+        scenario = self.scenario
         yield f"flags as documented for {engine.name} {engine.version}, read on {engine.looked_at}"
         if "/" not in self.model:
             yield f"{self.model} is kvrsim's name of the model: replace it by the name or path of your checkpoint"
@@ -217,7 +221,8 @@ def launch_of(
     layers: layers of each stage of a pipeline; None: even. model: the model's name for the engine.
     Raises InputError if the engine lacks the strategy; the error names the strategies that it has.
     """
-    engine, own = deploy_engine(engine_name), strategy if isinstance(strategy, Strategy) else get_strategy(strategy)
+    engine = deploy_engine(engine_name)
+    own = strategy if isinstance(strategy, Strategy) else get_strategy(strategy)
     layout = layout_for(engine, scenario, own)
     _check_fits(scenario, engine, own, partition)
     pieces = tuple(partition) if layout.pieces != "none" else (scenario.request.new_tokens,)
@@ -229,7 +234,8 @@ def launch_of(
     length = "the longest sequence is the prompt and one output token: add the output tokens that you need"
     if max_len == scenario.request.context_len:
         length = f"{scenario.model.name} has {max_len} positions: the prompt must leave room for the output"
-    notes, placement = [*server.notes(), length], scenario.prefix_placement
+    notes = [*server.notes(), length]
+    placement = scenario.prefix_placement
     if scenario.request.cached_prefix and placement.place != "all":
         notes.append(f"no flag here places the cached prefix ({placement.describe()}): set it up in the engine")
     return Launch.of(server, own.name, notes, server.files)

@@ -60,7 +60,8 @@ class DeployEngine(NamedTuple):
         """The feature of a strategy's layout that the engine lacks; None if the engine runs the layout."""
         if not strategy.degrees.is_deployable:
             return "the way in which it splits the context"
-        layout, model_type = layout_on_gpus(strategy, scenario), scenario.model.model_type
+        layout = layout_on_gpus(strategy, scenario)
+        model_type = scenario.model.model_type
         schemes = self.context_models.get(layout.scheme or "", {})
         if layout.context > 1 and model_type not in schemes:
             return f"{layout.scheme} of {model_type}"

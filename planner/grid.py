@@ -17,7 +17,9 @@ if TYPE_CHECKING:  # files are read without importing the planner
     from planner.candidates import Candidate
 
 SCHEMA_VERSION = 1
-_FEW_PIPELINES, _EACH_S = 1000, 4e-5  # most simulations per grid point to improve pieces, and estimated seconds of each
+# most simulations per grid point to improve pieces, and estimated seconds of each
+_FEW_PIPELINES = 1000
+_EACH_S = 4e-5
 _EXPOSED = 0.05  # exposed communication / TTFT without it; above this, balanced chunks may be far from the best
 
 
@@ -45,7 +47,8 @@ def largest(holds: Callable[[int], bool], most: int) -> int:
     """The largest number up to `most` for which `holds` is true, as for all smaller numbers; 0: none."""
     if holds(most):
         return most
-    low, high = 0, most
+    low = 0
+    high = most
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)

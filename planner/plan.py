@@ -186,7 +186,8 @@ class Ranking:
         Of the candidates that tie with the fastest within 2 %, this is one that some engine has, and of these the one
         with the least effort of deployment (Layout.effort).
         """
-        ranked, engine = self.ranked, self.engine
+        ranked = self.ranked
+        engine = self.engine
         if engine is not None:
             has = [one for one in ranked if one.fits and engine.has(one.strategy, self.scenario)]
             ranked = tuple(has) or ranked
@@ -384,7 +385,8 @@ class Ranking:
         several = {one.strategy.name: one for one in self.candidates if len(one.partition.chunk_lens) > 1}
         if not {"kvr-e", "kvr-s"} <= set(several):
             return []
-        even, best = several["kvr-e"], several["kvr-s"]
+        even = several["kvr-e"]
+        best = several["kvr-s"]
         if even.ttft_s > best.ttft_s * NEAR:  # avoid the slow computation of sensitivities
             return []
         if not is_indistinguishable(best.sensitivities, even.sensitivities, best.ttft_s, even.ttft_s):

@@ -32,9 +32,11 @@ def promise_of(
     noisy: TTFTs under noise; None: without noise. seed: seed of the arrivals.
     """
     slower = candidate.interval.high_s / candidate.ttft_s
-    expected_s, high_s = candidate.ttft_s, candidate.interval.high_s
+    expected_s = candidate.ttft_s
+    high_s = candidate.interval.high_s
     if noisy is not None:
-        expected_s, high_s = noisy.mean.value_s, _sure_of_one_s(candidate, noisy)
+        expected_s = noisy.mean.value_s
+        high_s = _sure_of_one_s(candidate, noisy)
     percent = target.percentile
     under_noise = None
     if noisy is not None and noisy.samples_s[0] < noisy.samples_s[-1]:  # a slow GPU is slow in all runs
@@ -81,7 +83,9 @@ def _sure_of_one_s(candidate: Candidate, noisy: Distribution) -> float:
     """
     from scipy.special import ndtri
 
-    low_s, ttft_s, high_s = candidate.interval.low_s, candidate.ttft_s, candidate.interval.high_s
+    low_s = candidate.interval.low_s
+    ttft_s = candidate.ttft_s
+    high_s = candidate.interval.high_s
     deviates = ndtri((np.arange(_ERRORS) + 0.5) / _ERRORS) / DEVIATES_OF_80_PERCENT
     half_widths = np.where(deviates < 0, math.log(ttft_s / low_s), math.log(high_s / ttft_s))
     errors = np.exp(deviates * half_widths)

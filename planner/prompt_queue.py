@@ -65,7 +65,8 @@ class PromptQueue:
         if slower * percentile_of(service.ttft_s, percent) > most_s:
             return 0.0
         largest = self.prompts_together / (slower * self.busy_s)
-        low, high = 0.0, 1.0
+        low = 0.0
+        high = 1.0
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             taken_s = self.percentile_s(middle * largest, percent, slower)

@@ -67,7 +67,8 @@ def _more_gpus(scenario: Scenario, cluster_gpus: int) -> tuple[tuple[Remedy, ...
 
 
 def _smaller_weights(scenario: Scenario) -> tuple[Remedy, ...]:
-    profile, model = scenario.profile, scenario.model
+    profile = scenario.profile
+    model = scenario.model
     has = list(scenario.cluster.gpu.peak_flops) if profile is None else profile.dtypes
     if _DTYPE not in has or scenario.request.dtype == _DTYPE or model.quantization is not None:
         return ()

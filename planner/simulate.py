@@ -43,17 +43,23 @@ def run_simulation(
 
     Raises InputError for an unknown strategy or executor, or a partition that does not fit.
     """
-    search, own = search or Search(), get_strategy(strategy)
+    search = search or Search()
+    own = get_strategy(strategy)
     even = scenario
     if disturbance is not None:
         disturbance.check(own)
         scenario = disturbance.with_fixed_part(scenario)
     candidate = search.candidate(scenario, own)
-    own, partition, per_rank = candidate.strategy, candidate.partition, candidate.per_rank
+    own = candidate.strategy
+    partition = candidate.partition
+    per_rank = candidate.per_rank
     draw = None if disturbance is None else disturbance.draw(per_rank)
     records = bool(record) or draw is not None
     kind = check_executor(executor, records=records)
-    finish_s, spans, noisy, table = candidate.finish_s, None, None, None
+    finish_s = candidate.finish_s
+    spans = None
+    noisy = None
+    table = None
     if disturbance is not None:
         disturbance.check_length(candidate.ttft_s, per_rank.cluster.num_gpus)
         even_s = (candidate if disturbance.is_even else search.candidate(even, own)).ttft_s
@@ -62,7 +68,8 @@ def run_simulation(
         )
     if kind == "event":
         run = run_partition(per_rank, own, partition, executor=kind, timeline=records, draw=draw)
-        finish_s, spans = run.finish_s, run.timeline
+        finish_s = run.finish_s
+        spans = run.timeline
     compute_s = candidate.compute_s
     if draw is not None and spans is not None:
         compute_s = tuple(spans.computed_s(rank) for rank in range(len(finish_s)))
@@ -71,7 +78,8 @@ def run_simulation(
         from planner.uncertainty.basis import bases_of, breakdown
 
         table = breakdown(per_rank, own, partition, finish_s, spans) if "breakdown" in record else None
-        bases, shares = bases_of(per_rank, own, partition, spans), candidate.shares if draw is None else {}
+        bases = bases_of(per_rank, own, partition, spans)
+        shares = candidate.shares if draw is None else {}
         spans = replace(spans, bases=bases, shares=shares) if "timeline" in record else None
     table_notes: tuple[str, ...] = ()
     if search.partition is None and own.partition_rule == "table" and search.options.table is not None:

@@ -44,7 +44,8 @@ def figures(result: Mapping[str, Any], prefills: pandas.DataFrame) -> dict[str, 
 
 def main(*options: str) -> None:
     """Rewrite the page, and the gate with --gate."""
-    result, prefills = paper.run(), serving.compare()
+    result = paper.run()
+    prefills = serving.compare()
     write_page(PAGE, page([paper.part(result), serving.part(prefills)]))
     if "--gate" in options:
         write_json(GATE, figures(result, prefills), argument="gate")

@@ -51,7 +51,8 @@ def launches(engine: str) -> Iterator[tuple[str, Launch, Layout]]:
         for strategy in strategies:
             if deploy_engine(engine).has(strategy, scenario):
                 candidate = Search().candidate(scenario, strategy)
-                chunks, layers = candidate.partition.chunk_lens, candidate.strategy.stage_layers
+                chunks = candidate.partition.chunk_lens
+                layers = candidate.strategy.stage_layers
                 launch = launch_of(
                     scenario, engine, candidate.strategy, chunks, model=str(question["model"]), layers=layers
                 )
@@ -77,7 +78,8 @@ def resolve_all(engine: DeployEngine, python: str) -> Resolution:
         last = process.stderr.strip().splitlines()[-1:] or ["it ended without a message"]
         raise InputError(engine.name, python, f"an interpreter with {engine.name} installed ({last[0]})")
     content = json.loads(process.stdout.splitlines()[-1])
-    refused, differs = {}, {}
+    refused = {}
+    differs = {}
     for (what, _, layout), answer in zip(cases, content["answers"], strict=True):
         planned = {name: getattr(layout, name) for name in SIZES}
         if not layout.is_mixture:  # an engine resolves these sizes for dense models, too, which have no experts

@@ -118,7 +118,8 @@ class Predictions:
 
 def page(predictions: Predictions) -> list[str]:
     """Return the Markdown lines of the page."""
-    scope, printed = predictions.scope, predictions.printed
+    scope = predictions.scope
+    printed = predictions.printed
     noisy = printed["noisy_network"]
     pairs = [(row, simulate_row(row)) for row in scope.rows]
     limits = (f"{STRATEGIES[name]} {share:.1%}" for name, share in noisy["shares"].items())
@@ -144,7 +145,8 @@ def page(predictions: Predictions) -> list[str]:
 
 def _speedups(predictions: Predictions) -> list[str]:
     """Return KVR-S's speedup over TSP, printed / predicted, by context; empty if a row is missing."""
-    scope, rows = predictions.scope, []
+    scope = predictions.scope
+    rows = []
     contexts = sorted({tokens for model in scope.models for tokens in scope.contexts(model)})
     for model, num_gpus in product(scope.models, scope.gpu_counts):
         tsp, own = (scope.printed_rows(model, num_gpus, strategy) for strategy in ("tsp", "kvr-s"))
@@ -163,7 +165,8 @@ def _speedups(predictions: Predictions) -> list[str]:
 def series(plan: Plan) -> dict[str, float]:
     """Return a plan's TTFTs by strategy, then TTFT(p) and the closed form TTFT*(p)."""
     by_name = {result.strategy: result.ttft_s for result in plan.strategies}
-    no_comm_s, star_s = plan.bounds.ttft_no_comm_s, plan.bounds.ttft_star_s
+    no_comm_s = plan.bounds.ttft_no_comm_s
+    star_s = plan.bounds.ttft_star_s
     assert no_comm_s is not None
     assert star_s is not None
     return {name: by_name[name] for name in STRATEGIES} | {"TTFT(p)": no_comm_s, "TTFT*(p)": star_s}
@@ -190,7 +193,8 @@ def _paper_values(predictions: Predictions, plan: Plan) -> dict[str, float]:
 
 
 def _partitions(predictions: Predictions) -> list[str]:
-    scope, rows = predictions.scope, []
+    scope = predictions.scope
+    rows = []
     for num_gpus, tokens in product(scope.gpu_counts, sorted({*scope.entries, *scope.halfway})):
         own, even = (simulate(scope.model, tokens, num_gpus, name) for name in ("kvr-s", "kvr-e"))
         above = f"{even.ttft_s / own.ttft_s - 1:.1%}"
@@ -208,7 +212,8 @@ def _printed_partitions(predictions: Predictions) -> list[str]:
 
 
 def _lookups(predictions: Predictions) -> list[str]:
-    scope, rows = predictions.scope, []
+    scope = predictions.scope
+    rows = []
     for num_gpus, tokens in product(scope.table_gpu_counts, scope.halfway):
         result = predictions.look_up(tokens, num_gpus)
         own, tsp = (simulate(scope.model, tokens, num_gpus, name) for name in ("kvr-s", "tsp"))
@@ -243,7 +248,8 @@ def increases(predictions: Predictions) -> dict[tuple[int, int], dict[str, tuple
 
 
 def _increases(predictions: Predictions) -> list[str]:
-    every, most = increases(predictions), predictions.printed["noisy_network"]["shares"]
+    every = increases(predictions)
+    most = predictions.printed["noisy_network"]["shares"]
     rows = [
         (f"{num_gpus}, {format_tokens(tokens)}", *("{:.1%} ({:.1%} to {:.1%})".format(*one) for one in own.values()))
         for (num_gpus, tokens), own in every.items()

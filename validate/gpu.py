@@ -120,7 +120,8 @@ def links(machine: Machine) -> Finding:
     by_bytes: dict[int, list[float]] = {}
     for row in rows:
         by_bytes.setdefault(row.bytes or 0, []).append(row.median_s)
-    short_s, longest = by_bytes[min(by_bytes)], max(by_bytes)
+    short_s = by_bytes[min(by_bytes)]
+    longest = max(by_bytes)
     rates = [longest / seconds for seconds in by_bytes[longest]]
     line = (
         f"{longest} bytes: {min(rates) / 1e9:.2f} to {max(rates) / 1e9:.2f} GB/s one way; {min(by_bytes)} bytes: "
@@ -132,7 +133,8 @@ def links(machine: Machine) -> Finding:
 
 def logits(machine: Machine) -> Finding:
     """Compare logits of the paper's strategies, on two ranks and on all ranks, with those of one process."""
-    finding, tokens = Finding(), 4096 if machine.on_gpu else 256
+    finding = Finding()
+    tokens = 4096 if machine.on_gpu else 256
     for strategy in STRATEGIES:
         for gpus in (1,) if strategy == "single" else sorted({2, machine.most_ranks} - {1}):
             words = ["--strategy", strategy, "--gpus", gpus, "--ctx", tokens, "--dtype", machine.dtype, "--check"]
@@ -145,7 +147,8 @@ def logits(machine: Machine) -> Finding:
             except CommandError as error:
                 finding.faults.append(f"{strategy} on {gpus}: {error}")
                 continue
-            share, seconds = answer["max_logit_error"] / answer["largest_logit"], answer["measured_ttft_s"]
+            share = answer["max_logit_error"] / answer["largest_logit"]
+            seconds = answer["measured_ttft_s"]
             text = f"{strategy} on {gpus}: logits differ by {share:.1e} of the largest, TTFT {1e3 * seconds:.1f} ms"
             (finding.lines if share <= LOGITS[machine.dtype] else finding.faults).append(text)
     return finding
@@ -228,7 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--steps: got {','.join(unknown)!r}, accepted: some of {', '.join(STEPS)}")
     machine = Machine(folder=Path(options.output), num_gpus=num_gpus(), quick=options.quick)
     machine.folder.mkdir(parents=True, exist_ok=True)
-    report, done = machine.folder / "report.md", list[tuple[str, Finding, float]]()
+    report = machine.folder / "report.md"
+    done = list[tuple[str, Finding, float]]()
     for name in [name for name in STEPS if name in steps]:
         print(f"{name} ...", end=" ", file=sys.stderr, flush=True)
         start_s = time.monotonic()

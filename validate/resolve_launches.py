@@ -24,7 +24,8 @@ MISSING = (
     *("vllm._C", "vllm._C_stable_libtorch", "vllm._moe_C", "vllm._moe_C_stable_libtorch", "vllm._qutlass_C"),
     "vllm.vllm_flash_attn",
 )
-HOPPER, BLACKWELL = 9, 10
+HOPPER = 9
+BLACKWELL = 10
 
 
 class Anything:
@@ -175,7 +176,8 @@ def resolve_sglang(arguments: list[str], launch: dict[str, Any]) -> dict[str, An
     from sglang.srt.arg_groups.overrides import resolved_view  # type: ignore[import-not-found]
     from sglang.srt.server_args import ServerArgs  # type: ignore[import-not-found]
 
-    hopper, blackwell = launch["capability"] == HOPPER, launch["capability"] == BLACKWELL
+    hopper = launch["capability"] == HOPPER
+    blackwell = launch["capability"] == BLACKWELL
     facts = {"is_cuda": True, "is_sm90": hopper, "is_hopper_with_cuda_12_3": hopper, "has_flashinfer": True}
     facts |= {"is_sm100": blackwell, "is_blackwell": blackwell, "is_sm100_or_sm110": blackwell}
     facts |= {"is_sm110": False, "is_sm120": False}

@@ -42,7 +42,9 @@ import kvrsim
 from kvrsim.io.schema import JsonObject, read
 
 ROOT = Path(__file__).parents[1]
-DOCS, BENCHMARKS = "docs/results", "benchmarks/results"  # folders of pages
+# folders of pages
+DOCS = "docs/results"
+BENCHMARKS = "benchmarks/results"
 _DATA = ROOT / "kvrsim" / "data"
 _TOLERANCE = 1e-3  # relative tolerance; a smaller change of a prediction leaves a page valid
 _MARK = "<!-- results "
@@ -153,7 +155,8 @@ class ResultsPage:
         if self.needs is None and origin.command != self.command:
             return f"`{origin.command}` wrote it"
         for name in self.rests_on:
-            before, now = origin.predictions.get(name), prediction(name)
+            before = origin.predictions.get(name)
+            now = prediction(name)
             if not _is_equal(before, now):
                 return f"prediction `{name}` was {before} and is {now}"
         return None
@@ -304,7 +307,8 @@ def _write(pages: Sequence[ResultsPage], inputs: Mapping[str, str]) -> int:
     if _commit().endswith("+"):
         _report("the checkout has changes that are not committed: an interrupted run will begin anew")
     failed: list[str] = []
-    done_s, expected_s = 0.0, 0.0
+    done_s = 0.0
+    expected_s = 0.0
     for index, page in enumerate(pages):
         pace = done_s / expected_s if expected_s else 1.0
         left_s = pace * sum(one.seconds for one in pages[index:])
@@ -321,7 +325,8 @@ def _write(pages: Sequence[ResultsPage], inputs: Mapping[str, str]) -> int:
         if code:
             failed.append(page.name)
         _report(f"{page.path}: {f'ended with {code} after ' * (code != 0)}{taken_s:.0f} s")
-        done_s, expected_s = done_s + taken_s, expected_s + page.seconds
+        done_s = done_s + taken_s
+        expected_s = expected_s + page.seconds
     if failed:
         _report(f"failed: {', '.join(failed)}")
     return int(bool(failed))

@@ -80,7 +80,8 @@ def part(rows: pandas.DataFrame) -> list[str]:
         for name, fit in fits.items()
         if fit is not None
     )
-    own, others = rows[rows.left_out == ""], rows[rows.left_out != ""]
+    own = rows[rows.left_out == ""]
+    others = rows[rows.left_out != ""]
     lengths = [next(name for name, end in _LENGTHS.items() if tokens < end) for tokens in own.tokens]
     return fill(
         "accuracy_serving",

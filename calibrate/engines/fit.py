@@ -85,7 +85,9 @@ def fit(settings: Settings, rows: Flags) -> EngineConstants:
     index = np.array([names.index(name) for name in engines])
 
     def errors(point: Array) -> Array:
-        transfer, mean, apart = point[:1], point[1:5], point[5:].reshape(-1, 4)
+        transfer = point[:1]
+        mean = point[1:5]
+        apart = point[5:].reshape(-1, 4)
         seconds, _ = _predict(np.exp(mean + apart[index]), float(np.exp(transfer[0])), settings, rows)
         priors = (transfer - _TRANSFER) / _TRANSFER_SD, (mean - PRIOR) / _PRIOR_SD, (apart / _ENGINE_SD).ravel()
         return np.concatenate([weights * (np.log(seconds) - log_s) / _NOISE, *priors])
@@ -120,7 +122,8 @@ def fit(settings: Settings, rows: Flags) -> EngineConstants:
 
 def left_out(settings: Settings, split: str) -> Array:
     """Predictions for each setting by fits without its group; for "engine", by the mean of the other engines."""
-    groups, seconds = settings.group(split), np.zeros(len(settings))
+    groups = settings.group(split)
+    seconds = np.zeros(len(settings))
     for group in np.unique(groups):
         own = groups == group
         seconds[own] = fit(settings, ~own).seconds(settings, own)
@@ -130,7 +133,8 @@ def left_out(settings: Settings, split: str) -> Array:
 def half_left_out(settings: Settings, seed: int = 0) -> Array:
     """Log errors of settings by fits to the other half of the settings, over several random halves."""
     columns = ["model", "gpu", "engine", "engine_version", "precision", "tp", "moe_ep"]
-    groups, rng = settings.rows.groupby(columns).ngroup().to_numpy(), np.random.default_rng(seed)
+    groups = settings.rows.groupby(columns).ngroup().to_numpy()
+    rng = np.random.default_rng(seed)
     logs = []
     for _ in range(_HALVES // 2):
         order = rng.permutation(groups.max() + 1)

@@ -48,7 +48,8 @@ def records(settings: Settings) -> list[Engine]:
     made = []
     for name in ENGINES:
         own = settings.of("engine") == name
-        frame, logs = settings.rows[own], constants.by_engine[name]
+        frame = settings.rows[own]
+        logs = constants.by_engine[name]
         widths = {split: widths_of(errors, own) for split, errors in splits.items()}
         fit_of = _fit_of(after[own], splits["model"][own], "model", widths)
         factors = {model: constants.type_factor(name, model) for model in constants.shared_types}
@@ -98,7 +99,8 @@ def _record(
 
 
 def _fit_of(after: Array, without: Array, split: str, widths: Mapping[str, tuple[float, float]]) -> EngineFit:
-    sizes, right = np.abs(np.expm1(after)), np.abs(np.expm1(without))
+    sizes = np.abs(np.expm1(after))
+    right = np.abs(np.expm1(without))
     low, high = widths_of(without)
     return EngineFit(
         source="NVIDIA AISimulate 0.13, silicon_sample.csv (InferenceX and NVIDIA's runs): 128 settings of 8 models",

@@ -147,7 +147,8 @@ class AttentionFit(Fit[Rates]):
 
     def rates_of(self, some: Some) -> Rates:
         """Alternate between robust least squares of the logarithms and factors by size."""
-        rows, rates = self.data.take(some), super().rates_of(some)
+        rows = self.data.take(some)
+        rates = super().rates_of(some)
         if self.peak is None:
             return rates
         for _ in range(_ROUNDS):
@@ -224,7 +225,9 @@ def with_softmax(fitted: FitResult[FlashRates], rows: Sequence[Measurement]) -> 
     """
     if not rows:
         return fitted
-    data, rates, block_s = AttentionRows.of(rows), fitted.rates, fitted.rates.block_s
+    data = AttentionRows.of(rows)
+    rates = fitted.rates
+    block_s = fitted.rates.block_s
     bounds = Parameter(name="softmax_s", start=0.7 * block_s, low=0.4 * block_s, high=block_s)
     fit = _form(f"heads of {NARROW_HEAD_DIM}", data, [bounds], lambda values: replace(rates, **values))
     ranges = dict(fitted.seen) | {"head_dim": (NARROW_HEAD_DIM, HEAD_DIM)}
@@ -253,7 +256,8 @@ def fit_blocked(
 
     Where the form fits poorly, factors by number of queries are added if they improve held-out calls.
     """
-    data, peak = AttentionRows.of(calls), peak_flops(gpu, dtypes_of(calls))
+    data = AttentionRows.of(calls)
+    peak = peak_flops(gpu, dtypes_of(calls))
     token_s = 4 * float(data.head_dim[0]) / peak
     parameters = [
         Parameter(name="causal_flops_per_s", start=0.4 * peak, low=1e-4 * peak, high=peak),
@@ -352,7 +356,8 @@ def fit_latent(sources: Mapping[LatentForm, str], gpu: GpuSpec) -> FitResult[Lat
     for form, source in sources.items():
         rows = [row for row in read_latent(source, form, "recipes") if (row.chunk or 0) > 1 and row.batch == 1]
         fits[form] = _best_flash(rows, gpu, causal)
-    expanded, absorbed = fits["expanded"], fits.get("absorbed")
+    expanded = fits["expanded"]
+    absorbed = fits.get("absorbed")
     return FitResult(
         rates=LatentRates(expanded=expanded.rates, absorbed=None if absorbed is None else absorbed.rates),
         source="; ".join(f"{one.source} ({form})" for form, one in fits.items()),

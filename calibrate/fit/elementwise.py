@@ -48,7 +48,8 @@ def fit_elementwise(
     datasheet's. `kernels`: number of kernels that one row of each kind contains; default 1. `cross_validated` holds out
     a tenth of the sizes at a time.
     """
-    hbm, nbytes = gpu.hbm_bytes_per_s, column(rows, "bytes")
+    hbm = gpu.hbm_bytes_per_s
+    nbytes = column(rows, "bytes")
     kinds = np.array([KINDS.index(_kind(row)) for row in rows])
     tokens = np.array([row.chunk if row.tokens is None else row.tokens for row in rows], dtype=float)
     starts = np.array([(kernels or {}).get(kind, 1) for kind in KINDS], dtype=float)[kinds]
@@ -146,7 +147,8 @@ def fit_prepare(rows: Sequence[Measurement]) -> tuple[float, float]:
     """Fit the prepare rows: seconds before the first layer, and seconds per element of the mask; 0 without rows."""
     if not rows:
         return 0.0, 0.0
-    seconds, chunk = column(rows, "expected_s"), column(rows, "chunk")
+    seconds = column(rows, "expected_s")
+    chunk = column(rows, "chunk")
     masked = np.array([row.kernel != _UNMASKED for row in rows])
     elements = np.where(masked, chunk * (chunk + column(rows, "prefix")), 0.0)
     if len(set(elements.tolist())) == 1:

@@ -90,7 +90,8 @@ def _of_one_gpu(rows: ExpertRows, profile: CalibrationProfile) -> ExpertRows:
 
 
 def _fit(rows: ExpertRows, gpu: GpuSpec) -> Fit[GroupedRates]:
-    hbm, peak = gpu.hbm_bytes_per_s, peak_of(gpu, None if rows.kind == HALF else rows.kind)
+    hbm = gpu.hbm_bytes_per_s
+    peak = peak_of(gpu, None if rows.kind == HALF else rows.kind)
     width = 2 if rows.kind == HALF else GEMM_TYPES[rows.kind]
 
     def rates(values: Constants) -> GroupedRates:

@@ -252,7 +252,8 @@ class FitResult(Generic[Rates]):
     @property
     def operation(self) -> OperationFit:
         """The errors as a profile states them."""
-        own, held_out = self.own.errors(), self.cross_validated.errors()
+        own = self.own.errors()
+        held_out = self.cross_validated.errors()
         return OperationFit(
             source=self.source,
             num_rows=own.num_rows,

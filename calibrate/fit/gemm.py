@@ -81,9 +81,13 @@ _LEAST_KNOTS = 4
 _KNOT_ERROR = 0.003  # relative error at which a table needs no more knots
 
 # -- the clock, which is fitted to products that fill a GPU: rates of others depend more on their shape
-_LEAST_TOKENS, _LEAST_FEATURES = 1024, 2048
-_LEAST_ROWS, _MOST_ROWS = 200, 3000
-_LONG_S, _SHORT_S = 0.3, 0.03  # seconds under load: a fit needs rows above the first and rows below the second
+_LEAST_TOKENS = 1024
+_LEAST_FEATURES = 2048
+_LEAST_ROWS = 200
+_MOST_ROWS = 3000
+# seconds under load: a fit needs rows above the first and rows below the second
+_LONG_S = 0.3
+_SHORT_S = 0.03
 _MOST_SUSTAINED = 0.96  # with a larger sustained share the fall of the clock is lost in the spread over shapes
 _LONGEST_S = 1.0  # longest time constant; a slower fall is an effect of sizes
 _ITERATIONS = 12  # number of iterations in burst_seconds
@@ -136,7 +140,8 @@ def fit_gemm_type(
 
 def fit_types_section(part: JsonObject, profile: CalibrationProfile) -> FitResult[Mapping[str, GemmRates]]:
     """Fit a recipe's types of products, each from its own source."""
-    gpu, fits = load_gpu(profile.gpu), {}
+    gpu = load_gpu(profile.gpu)
+    fits = {}
     for kind in part.fields:
         rows = usable_gemm(read_source(part.text(kind), "recipes"), (kind,))
         fits[kind] = fit_gemm_type(at_burst(rows, profile.kernels.clock), gpu, kind, keep_shapes=builtin_shapes())
@@ -256,7 +261,8 @@ class GemmRows(Columns):
 
 
 def _parameters(gpu: GpuSpec, tiles: Sequence[tuple[int, int]]) -> list[Parameter]:
-    hbm, waves = gpu.hbm_bytes_per_s, has_waves(gpu)
+    hbm = gpu.hbm_bytes_per_s
+    waves = has_waves(gpu)
     parameters = [
         Parameter(name="bytes_per_s", start=0.65 * hbm, low=0.1 * hbm, high=hbm),
         Parameter(name="launch_s", start=3e-6, low=0.0, high=2e-5 if waves else 1e-3),
@@ -371,7 +377,8 @@ class ClockFit:
 
     def describe(self) -> str:
         """One line for a profile's provenance."""
-        share, tau = self.clock.sustained_share, self.clock.time_constant_s
+        share = self.clock.sustained_share
+        tau = self.clock.time_constant_s
         of = f"{self.num_rows} products of at least {_LEAST_TOKENS} tokens and {_LEAST_FEATURES} features"
         return f"{share:.1%} of the burst rate after long load, time constant {1e3 * tau:.0f} ms; {of}: {self.source}"
 
@@ -441,7 +448,8 @@ def burst_seconds(measured_s: Array, warmups: Array, repeats: Array, clock: Cloc
     """Seconds at the burst clock, from loops with these numbers of warm-up and timed runs."""
     if clock is None:
         return measured_s
-    loops, burst_s = _Loops(warmups=warmups, repeats=repeats), measured_s
+    loops = _Loops(warmups=warmups, repeats=repeats)
+    burst_s = measured_s
     for _ in range(_ITERATIONS):
         burst_s = burst_s * measured_s / loops.mean_s(clock, burst_s)
     return burst_s

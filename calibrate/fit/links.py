@@ -50,7 +50,8 @@ def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> FitResult[Send
     `cross_validated` holds out a tenth of the sizes at a time.
     """
     messages = usable_link_rows(rows, "send_recv")
-    nbytes, peak = column(messages, "bytes"), link.bandwidth_bytes_per_s
+    nbytes = column(messages, "bytes")
+    peak = link.bandwidth_bytes_per_s
     fit = Fit(
         label="",
         measured_s=column(messages, "median_s"),
@@ -72,12 +73,16 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> FitResult[Gat
     `cross_validated` holds out a tenth of the sizes at a time.
     """
     calls, why = _fastest(usable_link_rows(rows, "all_gather"))
-    nbytes, ranks = column(calls, "bytes"), column(calls, "ranks")
-    peak, latency_s = link.bandwidth_bytes_per_s, link.latency_s
+    nbytes = column(calls, "bytes")
+    ranks = column(calls, "ranks")
+    peak = link.bandwidth_bytes_per_s
+    latency_s = link.latency_s
     longest_s = max(1e-3, 10 * latency_s)
 
     def seconds(rates: GatherRates, some: Some) -> Array:
-        sizes, counts, result = nbytes[some], ranks[some], np.empty(len(some))
+        sizes = nbytes[some]
+        counts = ranks[some]
+        result = np.empty(len(some))
         for count in np.unique(counts):
             same = counts == count
             result[same] = rates.seconds(sizes[same], int(count))

@@ -181,7 +181,8 @@ def fit_profile(
     Raises InputError naming `argument` for rows that are too few, vary too much, are of several devices or kernels, or
     that no fit reproduces.
     """
-    choice, origin = choices or FitChoices(), Provenance.of(origins, argument)
+    choice = choices or FitChoices()
+    origin = Provenance.of(origins, argument)
     fit = _OperationFits(rows=rows, gpu=gpu, link=link, choices=choice, argument=argument, origin=origin)
     step_s, mask_element_s = elementwise.fit_prepare(fit.use("prepare"))
     kernels = KernelRates(
@@ -318,7 +319,8 @@ class _OperationFits:
         spread only widens the profile's intervals. Raises InputError naming `argument` for bad rows, or if gemm or
         attention is missing.
         """
-        own, types = self.origin.is_hugging_face, " or ".join(self.dtypes)
+        own = self.origin.is_hugging_face
+        types = " or ".join(self.dtypes)
         calls = attention.usable_attention(self.rows, self.head_dim, self.dtypes)
         by_form = {
             "gemm": gemm.usable_gemm(self.rows, self.dtypes, narrow=own),
@@ -445,7 +447,8 @@ class _OperationFits:
             narrow = self._narrow()
             # Tiles on a GPU's multiprocessors; on a CPU and in fp32 small blocks.
             if has_waves(self.gpu) and self.dtypes == HALF:
-                kernel, burst = self.choices.attention_kernel, gemm.at_burst(flash, self.clock)
+                kernel = self.choices.attention_kernel
+                burst = gemm.at_burst(flash, self.clock)
                 fused = attention.fit_flash(burst, self.gpu, kernel=kernel, narrow=gemm.at_burst(narrow, self.clock))
                 prefills = [row for row in flash if not attention.is_decoding(row)]
                 rates = {"flash": self.record("attention", [*narrow, *prefills], fused)} | rates
@@ -467,7 +470,8 @@ class _OperationFits:
         """Rates as measured, as assumed, or at the datasheet's memory bandwidth."""
         usable = self.usable["elementwise"]
         fused = self.choices.attention_kernel != "eager" and not self.origin.is_hugging_face
-        assumed, hbm_bytes_per_s = self.choices.elementwise, self.gpu.hbm_bytes_per_s
+        assumed = self.choices.elementwise
+        hbm_bytes_per_s = self.gpu.hbm_bytes_per_s
         if assumed is not None:
             self.operations["elementwise"] = _assumption(assumed.source, _DATASHEET_LOG_SD)
             return ElementwiseRates.uniform(assumed.hbm_share * hbm_bytes_per_s, fused=fused, start_s=assumed.start_s)
@@ -483,7 +487,8 @@ class _OperationFits:
         """Rates measured inside a node, or the datasheet's; on a CPU messages occupy no multiprocessors."""
         sends = self._link("send_recv", fit_send_recv)
         gather = self._link("all_gather", fit_all_gather)
-        reduces, pending = self.usable["all_reduce"], self.use("layer_alone", "layer_pending")
+        reduces = self.usable["all_reduce"]
+        pending = self.use("layer_alone", "layer_pending")
         return LinkRates(
             link=self.link.name,
             bandwidth_bytes_per_s=sends.bandwidth_bytes_per_s if sends else self.link.bandwidth_bytes_per_s,
@@ -571,7 +576,8 @@ def systematic_log_sd(kind: str, rows: Sequence[Measurement], others: Sequence[M
     """
     if kind not in _SHAPES:
         return None
-    own, sources = _by_shape(kind, rows), sorted({row.source for row in others if row.operation == kind})
+    own = _by_shape(kind, rows)
+    sources = sorted({row.source for row in others if row.operation == kind})
     tables = [_by_shape(kind, [row for row in others if row.source == source]) for source in sources]
     return root_mean_square([median for table in tables for median in log_ratio(own, table)])
 
@@ -620,6 +626,7 @@ def _kernel(profile: CalibrationProfile, row: Measurement) -> str | None:
 
 def _layer_s(profile: CalibrationProfile, model: ModelSpec, row: Measurement, kernel: str) -> float:
     costs = layer_costs(profile, model, kernel, row.dtype or "")
-    chunk, prefix = np.array([float(row.chunk or 0)]), np.array([float(row.prefix or 0)])
+    chunk = np.array([float(row.chunk or 0)])
+    prefix = np.array([float(row.prefix or 0)])
     parts = (costs.qkv_s(chunk), costs.mixer.append_s(chunk, prefix), costs.mixer.attention_s(chunk, prefix))
     return float((sum(parts, np.zeros(1)) + costs.output_mlp_s(chunk))[0])

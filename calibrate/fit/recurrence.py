@@ -106,7 +106,8 @@ def _by_shape(rows: RecurrenceRows) -> dict[Hashable, float]:
 
 
 def _scan_parameters(gpu: GpuSpec) -> list[Parameter]:
-    peak, hbm = peak_flops(gpu), gpu.hbm_bytes_per_s
+    peak = peak_flops(gpu)
+    hbm = gpu.hbm_bytes_per_s
     return [
         Parameter(name="start_s", start=4e-5, low=1e-6, high=1e-3),
         Parameter(name="chunk_s", start=1.5e-6, low=1e-8, high=1e-4),

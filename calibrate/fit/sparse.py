@@ -119,7 +119,8 @@ def fit_modules(kind: str, source: str, profile: CalibrationProfile) -> FitResul
 
 
 def _parameters(gpu: GpuSpec) -> tuple[Parameter, ...]:
-    peak, fp8 = peak_flops(gpu), max(gpu.peak_flops.values())
+    peak = peak_flops(gpu)
+    fp8 = max(gpu.peak_flops.values())
     return (
         Parameter(name="start_s", start=5e-5, low=1e-6, high=_MOST_START_S),
         Parameter(name="score", start=0.15 * fp8, low=1e-3 * fp8, high=fp8),

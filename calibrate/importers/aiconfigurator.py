@@ -180,7 +180,8 @@ def _read_custom(table: PackageTable) -> list[Measurement]:
 
 def _collectives(frame: Any, operation: str, table: PackageTable) -> list[Measurement]:
     frame = frame[frame["num_gpus"] > 1]
-    nbytes, kernels = frame["message_size"] * _HALF_BYTES, frame["kernel_source"].str.lower()
+    nbytes = frame["message_size"] * _HALF_BYTES
+    kernels = frame["kernel_source"].str.lower()
     about: dict[str, Any] = {"operation": operation, "dtype": "fp16", "source": table.source}
     about |= {"nodes": 1}  # all ranks are inside one NVLink domain, or on one host
     return _rows(frame.assign(message_size=nbytes, kernel_source=kernels), _COMM_COLUMNS, table.where, **about)
@@ -511,7 +512,8 @@ class Package:
     @classmethod
     def find(cls, word: str, place: Path | None, argument: str) -> Package:
         """Find a package by its name: at a place, or else the installed one. Raises InputError if it is missing."""
-        name, module = PACKAGES[word], f"{word}_core"
+        name = PACKAGES[word]
+        module = f"{word}_core"
         if place is None:
             spec = importlib.util.find_spec(module)
             if spec is None or not spec.submodule_search_locations:
@@ -519,7 +521,8 @@ class Package:
             place = Path(next(iter(spec.submodule_search_locations)))
         root: Path | zipfile.Path
         if place.is_file() and zipfile.is_zipfile(place):
-            distribution, folder = place.name, f"{module}/{_DATA}/"
+            distribution = place.name
+            folder = f"{module}/{_DATA}/"
             root = zipfile.Path(place, folder)
             files = [file.removeprefix(folder) for file in root.root.namelist() if file.startswith(folder)]
         else:
@@ -562,7 +565,8 @@ class PackageTable:
         """
         import pandas
 
-        where, numbers = self.where, [*numbers, "latency"]
+        where = self.where
+        numbers = [*numbers, "latency"]
         try:
             frame = pandas.read_parquet(io.BytesIO((self.package.root / str(self.path)).read_bytes()), engine="pyarrow")
         except ImportError:
@@ -596,13 +600,15 @@ class PackageSource:
         word, _, rest = text.partition(":")
         place, _, part = rest.rpartition(":")
         if not place and Path(part).exists():
-            place, part = part, ""
+            place = part
+            part = ""
         package = Package.find(word, Path(place) if place else None, f"{argument} {text}")
         system, *more = part.split("/")
         if len(more) > 2:
             accepted = f"{word}:[WHEEL:]SYSTEM[/FRAMEWORK[/VERSION]], such as {word}:h100_sxm/vllm"
             raise InputError(argument, text, accepted)
-        framework, version = (more[0] if more else DEFAULT_FRAMEWORK), (more[1] if len(more) == 2 else None)
+        framework = more[0] if more else DEFAULT_FRAMEWORK
+        version = more[1] if len(more) == 2 else None
         tables = [path.parts for path in package.tables if path.parts[2] != "nccl"]
         for what, place_of, name in (("system", 0, system), ("framework", 2, framework), ("version", 3, version)):
             names = sorted({parts[place_of] for parts in tables})

@@ -59,7 +59,8 @@ def _layer(row: JsonObject) -> dict[str, Mapping[str, Any]]:
         raise row.error("num_tensor_parallel_workers", "a divisor of n_head, n_kv_head and n_expanded_embd")
     if hidden % heads:
         raise row.error("n_head", "a divisor of n_embd")
-    query, key = heads * (hidden // heads) // workers, kv_heads * (hidden // heads) // workers
+    query = heads * (hidden // heads) // workers
+    key = kv_heads * (hidden // heads) // workers
     width = intermediate // workers
     fused = 2 if row.get("use_gated_mlp", bool) else 1
     parallel = not row.has("time_stats.post_attention_layernorm.median")

@@ -84,7 +84,8 @@ def grid(max_context: int, kernels: tuple[str, ...]) -> list[Point]:
 
 def _chunks(max_context: int) -> list[int]:
     """64, 96, 128, 192 ...: powers of two, and the sizes half-way between them (at odd indices)."""
-    chunks, chunk = [], _LEAST_CHUNK
+    chunks = []
+    chunk = _LEAST_CHUNK
     while chunk <= max_context:
         chunks += [one for one in (chunk, chunk * 3 // 2) if one <= max_context]
         chunk *= 2
@@ -140,7 +141,8 @@ class ComputeBench:
 
     def expected_s(self, point: Point) -> float:
         """Estimated seconds: FLOPs at the probe's rate, and heating; eager kernels are assumed to take longer."""
-        at, model = point, self.setup.model
+        at = point
+        model = self.setup.model
         heads = model.num_attention_heads * model.head_dim
         if at.kind == "block":
             return 2 * 1.5 * 4.0 * heads * at.chunk * at.prefix / self._rate
@@ -221,7 +223,8 @@ class _Rows:
     """Measurements with common fields."""
 
     def __init__(self, *, model: ModelSpec, common: Mapping[str, Any]) -> None:
-        self.model, self.common = model, common
+        self.model = model
+        self.common = common
         self.element_bytes = dtype_bytes(common["dtype"])
         self.chunks: dict[int, list[Seconds]] = {}  # samples of whole forwards by their chunk
         self.rows: list[Measurement] = []
@@ -265,7 +268,8 @@ class _Rows:
             copied = 2 * self.model.layer_cache_bytes(chunk, self.element_bytes)
             self._add("cache_append", "cache_append", samples, kernel="torch", chunk=chunk, prefix=0, bytes=copied)
         if self.chunks:
-            head, every = self.model.lm_head, [seconds for samples in self.chunks.values() for seconds in samples]
+            head = self.model.lm_head
+            every = [seconds for samples in self.chunks.values() for seconds in samples]
             sizes = {"in_features": head.in_features, "out_features": head.out_features}
             self._add("head", "head", every, kernel="torch.nn.Linear", **sizes)
 

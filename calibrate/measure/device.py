@@ -43,7 +43,8 @@ class DeviceLog:
 
     def __init__(self, gpus: Sequence[int]) -> None:
         """gpus: CUDA's numbers; without GPUs nothing is logged."""
-        self._gpus, self._lines = gpus, tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by __exit__
+        self._gpus = gpus
+        self._lines = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by __exit__
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -109,10 +110,12 @@ def spec_of(device: str, dtype: str, threads: int) -> GpuSpec:
     measured rates, of a product and of a copy.
     """
     name = device_name(device, threads)
-    memory_bytes, num_sms = _memory_bytes() // max(1, (os.cpu_count() or 1) // threads), threads
+    memory_bytes = _memory_bytes() // max(1, (os.cpu_count() or 1) // threads)
+    num_sms = threads
     if device == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        memory_bytes, num_sms = int(properties.total_memory), int(properties.multi_processor_count)
+        memory_bytes = int(properties.total_memory)
+        num_sms = int(properties.multi_processor_count)
         gpu = gpu_named(name, num_sms=num_sms, memory_bytes=memory_bytes)
         if gpu is not None:
             return gpu

@@ -176,7 +176,8 @@ class ForwardTimer:
         """Seconds of a chunk's attention to a block of `prefix` unmasked keys, and of merging the result."""
         from kvrsim.runtime.attention import Merged, block_attention
 
-        model, dtype = self.setup.model, Geometry.of(self.models[at.kernel]).dtype
+        model = self.setup.model
+        dtype = Geometry.of(self.models[at.kernel]).dtype
         shapes = [(model.num_attention_heads, at.chunk), *[(model.num_key_value_heads, at.prefix)] * 2]
         query, key, value = (torch.randn(1, *shape, model.head_dim, dtype=dtype) for shape in shapes)
         with torch.inference_mode():
@@ -226,7 +227,8 @@ class LayerParts:
 
     def __init__(self, model: Any, geometry: Geometry, *, bare: bool = False) -> None:
         """bare: mark whole layers only, which takes little of the host's time."""
-        self.model, self.geometry = model, geometry
+        self.model = model
+        self.geometry = geometry
         self.parts = () if bare else tuple(_parts(geometry.layers(model)[0], geometry))
 
     def hooked(self, clock: MarkRecorder) -> AbstractContextManager[None]:
@@ -268,8 +270,10 @@ class LayerParts:
                 seconds.setdefault(name, []).append(at.of(part.name))
         mlp = sum(at.of(part.name) for part in self.parts if part.kind == "mlp")
         inside = sum(at.of(part.name) for part in self.parts if part.kind == "gemm" and _is_in_mlp(part))
-        before, after = at.between("layer", "update"), at.between("output", "layer_end")
-        append, attention = at.between("update", "updated"), at.between("updated", "output")
+        before = at.between("layer", "update")
+        after = at.between("output", "layer_end")
+        append = at.between("update", "updated")
+        attention = at.between("updated", "output")
         return {
             "layer": before + append + attention + after,
             "before_attention": before,

@@ -218,8 +218,11 @@ class LinkBench:
     """
 
     def __init__(self, setup: LinkSetup, device_name: str) -> None:
-        self.setup, self.device_name = setup, device_name
-        self.backend, self.num_ranks, self.timeout_s = setup.backend, setup.num_ranks, setup.timeout_s
+        self.setup = setup
+        self.device_name = device_name
+        self.backend = setup.backend
+        self.num_ranks = setup.num_ranks
+        self.timeout_s = setup.timeout_s
         self._last_s: dict[LinkPoint, float] = {}  # seconds of one transfer in the last sample
         self._pool: RankPool | None = None
         self._make = partial(LinkRank, setup=setup)

@@ -69,8 +69,11 @@ class LinkRank:
     """
 
     def __init__(self, *, slot: RankSlot, setup: LinkSetup) -> None:
-        num_ranks, backend = setup.num_ranks, setup.backend
-        self.rank, self.num_ranks, self.backend = slot.rank, num_ranks, backend
+        num_ranks = setup.num_ranks
+        backend = setup.backend
+        self.rank = slot.rank
+        self.num_ranks = num_ranks
+        self.backend = backend
         torch.set_num_threads(setup.num_threads)
         self.device = self._device(setup.device)
         patience = timedelta(seconds=START_S)
@@ -161,7 +164,8 @@ class LinkRank:
 
     def reduce(self, *, kernel: str, num_ranks: int, nbytes: int, repeats: int) -> list[float]:
         """Times at which consecutive all-reduces of zeros in fp32 end; see `gather`."""
-        ranks, flat = range(num_ranks), self.incoming[:nbytes].view(torch.float32)
+        ranks = range(num_ranks)
+        flat = self.incoming[:nbytes].view(torch.float32)
         flat.zero_()
         ring = _FirstRanks(rank=self.rank, size=num_ranks, links=self.links)
         if kernel.endswith(RING):
@@ -214,7 +218,9 @@ class _FirstRanks(Transport):
     """Transport between the first ranks, which form a ring."""
 
     def __init__(self, rank: int, size: int, links: LinkGroups) -> None:
-        self.rank, self.size, self.links = rank, size, links
+        self.rank = rank
+        self.size = size
+        self.links = links
 
     def isend(self, tensor: Any, dst: int) -> Any:
         return self.links.isend((self.rank, dst), tensor)
@@ -223,7 +229,8 @@ class _FirstRanks(Transport):
         return self.links.irecv((src, self.rank), tensor)
 
 
-ALONE, PENDING = "layer_alone", "layer_pending"
+ALONE = "layer_alone"
+PENDING = "layer_pending"
 _MOST_BYTES = 2**28  # maximum bytes of the message: a longer one would not occupy more of the GPU
 _TIMEOUT_S = 60.0
 
@@ -259,7 +266,8 @@ class PendingRank:
 
     def __init__(self, *, slot: RankSlot, setup: ComputeSetup) -> None:
         how = RankSettings(num_ranks=2, device=setup.device, timeout_s=START_S + _TIMEOUT_S, threads=setup.threads)
-        self.rank, self.transport = slot.rank, open_transport(how, slot, slot.rank)
+        self.rank = slot.rank
+        self.transport = open_transport(how, slot, slot.rank)
         nbytes = setup.model.layer_cache_bytes(setup.max_context, dtype_bytes(setup.dtype))
         self.message = torch.zeros(min(nbytes, _MOST_BYTES), dtype=torch.uint8, device=self.transport.device)
         self.timer = ForwardTimer.build(setup) if self.rank == 0 else None

@@ -107,7 +107,8 @@ def make_cases(
         cluster = load_cluster(str(cluster))
     if cluster is not None:
         fields["cluster"] = cluster
-    cases, notes = [], dict[str, str]()
+    cases = []
+    notes = dict[str, str]()
     usable, gpu_notes = _of_gpu(rows, profile)
     for number, row in enumerate(usable, start=1):
         if on_progress is not None:
@@ -146,7 +147,9 @@ def _case(
 
 def _of_gpu(rows: Sequence[PrefillRow], profile: CalibrationProfile) -> tuple[list[PrefillRow], list[str]]:
     """The rows of the profile's GPU, and notes on the others."""
-    usable, others, unknown = [], Counter[str](), dict[str, None]()
+    usable = []
+    others = Counter[str]()
+    unknown = dict[str, None]()
     for row in rows:
         if row.gpu is None or _is_named(profile.gpu, row.gpu):
             usable.append(row)
@@ -174,7 +177,8 @@ def _chips(text: str) -> list[str]:
 
 def _is_named(gpu: str, text: str) -> bool:
     """Whether one of the names has all parts of the other, such as "A100-SXM-80GB" and "A100"."""
-    ours, theirs = name_parts(gpu), name_parts(text)
+    ours = name_parts(gpu)
+    theirs = name_parts(text)
     return bool(ours) and bool(theirs) and (ours <= theirs or theirs <= ours)
 
 

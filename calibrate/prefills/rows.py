@@ -190,7 +190,8 @@ def _vllm_serve(data: JsonObject, output: Output) -> None:
     without a rate, the wait model derives the seconds of one prefill from the mean TTFT.
     """
     model = known_model(data.fields.get("model_id"))
-    rate, users = data.fields.get("request_rate"), data.fields.get("max_concurrency")
+    rate = data.fields.get("request_rate")
+    users = data.fields.get("max_concurrency")
     if data.has("ttfts"):
         pairs = _requests(data)
         add_requests(output, pairs, data.where, model)
@@ -203,7 +204,8 @@ def _vllm_serve(data: JsonObject, output: Output) -> None:
         typical_s = data.number(key) * 1e-3
         if (alone_s := _alone_s(data, rate, users)) is not None:
             output.note(f"one prefill from the mean TTFT of {users} users, by the wait model")
-            typical_s, users = alone_s, 1
+            typical_s = alone_s
+            users = 1
         tokens = data.integer("total_input_tokens", maximum=MAX_TOKENS**2) / data.integer("completed")
         output.note("saved without --save-detailed: all prompts are taken to have the mean length")
         output.add(data.where, typical_s, context_len=max(1, round(tokens)), batch=1, likely_model=model)
@@ -280,17 +282,20 @@ def _sglang(data: JsonObject, output: Output) -> None:
 
 def _aiperf(data: JsonObject, output: Output) -> None:
     """Read statistics over all requests: {"unit": "ms", "avg", "p50", "std", ...} for each metric."""
-    ttft, length = data.child("time_to_first_token"), data.child("input_sequence_length")
+    ttft = data.child("time_to_first_token")
+    length = data.child("input_sequence_length")
     tokens = length.number(length.first_of("p50", "avg"), maximum=MAX_TOKENS)
     if length.has("std") and length.number("std", allow_zero=True) > _MIXED * tokens:
         output.note("prompts of unlike lengths: one mean stands for them; give profile_export.jsonl of AIPerf instead")
     seconds = seconds_of(ttft, "p50", "avg")
     config = data.fields.get("input_config")
     settings = config if isinstance(config, dict) else {}
-    names, load = _inner(settings, "endpoint").get("model_names"), _inner(settings, "loadgen")
+    names = _inner(settings, "endpoint").get("model_names")
+    load = _inner(settings, "loadgen")
     model = known_model(names[0] if isinstance(names, list) and names else names)
     output.add(data.where, seconds, context_len=max(1, round(tokens)), batch=1, likely_model=model)
-    rate, concurrency = load.get("request_rate"), load.get("concurrency")
+    rate = load.get("request_rate")
+    concurrency = load.get("concurrency")
     if rate is not None or concurrency is not None:  # by default AIPerf sends one request at a time
         _note_queues(rate, concurrency, seconds, output)
 

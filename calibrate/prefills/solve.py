@@ -167,8 +167,10 @@ class _Problem:
 
     def minimise(self, start: Array, rows: NDArray[np.bool_], noise: float) -> Array:
         """The most probable point near a start, by damped Gauss-Newton steps."""
-        point, errors = start, self.errors(start)
-        cost, damping = self.cost(point, errors, rows, noise), 0.0
+        point = start
+        errors = self.errors(start)
+        cost = self.cost(point, errors, rows, noise)
+        damping = 0.0
         for _ in range(_MOST_STEPS):
             slopes = self.slopes(point, errors)
             while True:
@@ -180,7 +182,10 @@ class _Problem:
                 damping = max(10 * damping, 0.1)
             if less < 0:
                 break
-            point, errors, cost, damping = point + move, then, cost - less, damping / 10
+            point = point + move
+            errors = then
+            cost = cost - less
+            damping = damping / 10
             if less < _SMALL_GAIN:
                 break
         return point
@@ -196,7 +201,8 @@ class _Problem:
 
     def refit(self, point: Array, errors: Array, slopes: Array, rows: NDArray[np.bool_], noise: float) -> Array:
         """The most probable point for some of the rows, starting at the point for all rows."""
-        now, at = point, errors
+        now = point
+        at = errors
         for _ in range(3):
             move = self.step(now, at, slopes, rows, noise)
             now = now + move

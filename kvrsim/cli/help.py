@@ -35,7 +35,8 @@ class Command(click.Command):
     def __init__(self, *args: Any, **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         text, _, example = (self.help or "").partition(_EXAMPLE)
-        self.help, self.example = text.rstrip(), " ".join(example.split())
+        self.help = text.rstrip()
+        self.example = " ".join(example.split())
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write arguments, then options by section."""

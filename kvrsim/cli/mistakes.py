@@ -97,7 +97,8 @@ def usage_line(error: click.ClickException, command: Any) -> str:
             return f"{error.option_name}: its value is missing, accepted: {_accepted_values(option)}"
     group: Any = getattr(context, "command", None)
     if hasattr(group, "list_commands"):
-        commands, match = group.list_commands(context), _NO_SUCH_COMMAND.search(message)
+        commands = group.list_commands(context)
+        match = _NO_SUCH_COMMAND.search(message)
         guess = nearest(match[1], commands) if match else None
         accepted = ", ".join(commands) if guess is None else f"those of {full} --help"
         problem = f": got '{match[1]}'" if match else " is missing"

@@ -91,7 +91,8 @@ def takes(
         ]
         if sum(not one.positional for one in declared.values()) - len(fixed) > FEW_OPTIONS:
             parameters.append(_help_all())
-        command.__doc__, command.__click_params__ = function.__doc__, parameters[::-1]  # type: ignore[attr-defined]
+        command.__doc__ = function.__doc__
+        command.__click_params__ = parameters[::-1]  # type: ignore[attr-defined]
         return command
 
     return decorate

@@ -175,7 +175,8 @@ def natural_width(table: Table, *, prose: int = 0, gap: int = 1) -> int:
 
 def _least_widths(table: Table, prose: float) -> list[int]:
     """Smallest width of each column that cuts off no number; `prose`: width to which cells of words wrap."""
-    widths, rows = [], table.texts()
+    widths = []
+    rows = table.texts()
     for place, column in enumerate(table.columns):
         lines = [line for text in (column.title, *(cells[place] for cells in rows)) for line in text.split("\n")]
         longest = max(map(len, lines))
@@ -186,7 +187,8 @@ def _least_widths(table: Table, prose: float) -> list[int]:
 
 def _table_widths(table: Table, room: int) -> list[int]:
     """Widths of columns within a width: the widest columns of prose wrap, but no word is split."""
-    least, widths = _least_widths(table, 0), _least_widths(table, math.inf)
+    least = _least_widths(table, 0)
+    widths = _least_widths(table, math.inf)
     while sum(widths) > room and widths != least:
         widest = max(range(len(widths)), key=lambda place: (widths[place] > least[place], widths[place]))
         widths[widest] -= 1
@@ -239,7 +241,8 @@ def round_up_percent(share: float) -> str:
 
 def header(question: Question, cluster: Cluster, what: str | None = None) -> tuple[Text, Text]:
     """The question in two lines; `cluster` is the simulated one, `what` names the task (default: one prefill)."""
-    request, cached = question.request(), question.prefix_text()
+    request = question.request()
+    cached = question.prefix_text()
     one = f"Prefill of {request}{',' * bool(cached)} by {question.model}"
     first = (one,) if what is None else (what, *cached)
     first = (*first, *question.settings())

@@ -242,7 +242,9 @@ class _Evaluation:
         axis: an axis of `clock` that operations' arrays do not have. is_rest: whether the partitions are known to be
         unsteady.
         """
-        self.links, self.draw, self.is_rest = links, draw, is_rest
+        self.links = links
+        self.draw = draw
+        self.is_rest = is_rest
         self.axis = axis if draw is None else -1
         self.clock = np.zeros((num_ranks, *shape) if draw is None else (num_ranks, *shape, draw.num_samples))
         self.unsteady = np.zeros(shape[0], dtype=bool)
@@ -256,12 +258,14 @@ class _Evaluation:
 
     def run(self, program: Program) -> None:
         """Run all ranks from the start to the end."""
-        blocks, periods = compile_blocks(program, self.links.path, self.draw), periods_of(program)
+        blocks = compile_blocks(program, self.links.path, self.draw)
+        periods = periods_of(program)
         if not is_closed(program):  # all layers are one, because states do not contain messages in flight
             _, *kinds, _ = blocks
             ranks = range(program.num_ranks)
             whole = [[step for kind in program.layer_kind_index for step in kinds[kind][rank]] for rank in ranks]
-            blocks[1:-1], periods = [whole], [((0,), 1)]
+            blocks[1:-1] = [whole]
+            periods = [((0,), 1)]
         prologue, *layers, epilogue = map(self.layer, blocks)
         self._repeat([prologue], 1)
         for period, times in periods:
@@ -276,14 +280,18 @@ class _Evaluation:
         """
         order, ends = run_order(steps)
         assert ends == list(map(len, steps)), "the program deadlocks"
-        at, parts = [0] * len(steps), list[tuple[int, Sequence[int], list[Step]]]()
+        at = [0] * len(steps)
+        parts = list[tuple[int, Sequence[int], list[Step]]]()
         for ranks in order:
             ops = [steps[rank][at[rank]] for rank in ranks]
-            place, last = at[ranks[0]], len(steps[ranks[0]]) - 1
+            place = at[ranks[0]]
+            last = len(steps[ranks[0]]) - 1
             parts.append(((place > 0) + (place == last > 0) if isinstance(ops[0], Segment) else 1, ranks, ops))
             for rank in ranks:
                 at[rank] += 1
-        actions, known = list[Action](), dict[tuple[int, ...], Action]()  # known: by first rank and its operations
+        # known: by first rank and its operations
+        actions = list[Action]()
+        known = dict[tuple[int, ...], Action]()
         for is_work, group in groupby(sorted(parts, key=itemgetter(0)), lambda part: isinstance(part[2][0], Segment)):
             own = list(group)
             work = {ranks[0]: cast(Segment, ops[0]) for _, ranks, ops in own}
@@ -329,7 +337,8 @@ class _Evaluation:
 
         A large batch does not wait for its last partitions: they become `unsteady`.
         """
-        in_order, issued_s = all(one.in_order for one in layers), np.sum([one.issued_s for one in layers], axis=0)
+        in_order = all(one.in_order for one in layers)
+        issued_s = np.sum([one.issued_s for one in layers], axis=0)
         few = self.clock.shape[1] // _FEW if self.clock.size >= _LARGE else 0
         ways = set().union(*(one.ways for one in layers))
         rows = sorted([*((rank, -1) for rank in range(len(self.clock))), *ways])  # links after the rank that sends
@@ -395,9 +404,11 @@ class _Evaluation:
         return run
 
     def _compute(self, rank: int, segment: Segment) -> None:
-        clock, host_s = self.clock[rank], self.hosts_s[rank]
+        clock = self.clock[rank]
+        host_s = self.hosts_s[rank]
         if self.draw is not None:
-            begin_s, seconds = np.maximum(clock, host_s), segment.device_s
+            begin_s = np.maximum(clock, host_s)
+            seconds = segment.device_s
             end_s = self._computed_s(rank, begin_s, seconds) if segment.has_noise else begin_s + seconds
             np.maximum(end_s, host_s + segment.host_s, out=clock)
         else:
@@ -415,7 +426,8 @@ class _Evaluation:
 
     def _meet(self, src: int, message: Message, recv_host_s: float) -> None:
         """Run a rendezvous. The streams of both ranks have waited for all earlier messages, so the link is free."""
-        own, other = self.clock[src], self.clock[message.dst]
+        own = self.clock[src]
+        other = self.clock[message.dst]
         np.maximum(self._reached_s(src, message.host_s), self._reached_s(message.dst, recv_host_s), out=own)
         self._left((src, message.dst), own, message.link_s)
         np.add(own, message.latency_s, out=other)
@@ -426,7 +438,8 @@ class _Evaluation:
 
     def _load(self, rank: int, load: Load) -> None:
         """Wait for a part of the cached prefix, whose arrival does not depend on other ranks."""
-        left_s, clock = self.loaded_s.get(rank, 0.0) + load.seconds, self.clock[rank]
+        left_s = self.loaded_s.get(rank, 0.0) + load.seconds
+        clock = self.clock[rank]
         np.maximum(clock, left_s + load.latency_s, out=clock)
         self.loaded_s[rank] = left_s if load.ahead else clock.copy()
 
@@ -456,7 +469,8 @@ class _Evaluation:
 
     def _all_gather(self, ranks: Sequence[int], ops: Sequence[AllGather]) -> Action:
         """Prepare a ring all-gather: in step k, each rank forwards the piece that has made k hops."""
-        edges, size = self.links.edges(ranks, 1), len(ranks)
+        edges = self.links.edges(ranks, 1)
+        size = len(ranks)
 
         def step_s(path: Path, nbytes: Array) -> Array:
             return path.gather_step_s(nbytes, size)
@@ -468,13 +482,15 @@ class _Evaluation:
             pieces_s = [twice_s[size - step : 2 * size - step] for step in range(size - 1)]
         else:
             pieces_s = [seconds_on(edges.rows, step_s, np.roll(pieces, step, axis=0)) for step in range(size - 1)]
-        launch_s, latency_s = edges.values("gather_launch_s", pieces), edges.values("gather_latency_s", pieces)
+        launch_s = edges.values("gather_launch_s", pieces)
+        latency_s = edges.values("gather_latency_s", pieces)
         is_late = latency_s.any()  # measured steps include the latency
 
         def run() -> None:
             start = self._issued_s(ranks, ops)
             start += launch_s
-            link, other = np.empty_like(start), np.empty_like(start)
+            link = np.empty_like(start)
+            other = np.empty_like(start)
             # When both ranks are there and the link is free; each later step waits only for pieces.
             _later_of(start, start, -1, link)
             self._wait(edges, link)
@@ -511,8 +527,10 @@ class _Evaluation:
                 start += work_s
 
         def run() -> None:
-            clock, host = self.clock, self._hosts_s()
-            link, there = np.empty_like(clock), np.empty_like(clock)
+            clock = self.clock
+            host = self._hosts_s()
+            link = np.empty_like(clock)
+            there = np.empty_like(clock)
             if not self.leads:
                 np.maximum(clock, host, out=clock)
             for number, (work_s, busy_s, host_s) in enumerate(zip(rounds_s, sent_s, hosts_s, strict=False)):
@@ -554,7 +572,8 @@ class _Evaluation:
             left = self._issued_s(ranks, ops)
             arrival = np.empty_like(left)
             # Ranks twice in a row: the rank `shift` positions later is then a slice.
-            start, clock = np.concatenate([left, left]), np.concatenate([left, left])
+            start = np.concatenate([left, left])
+            clock = np.concatenate([left, left])
             for shift, (edges, sent_s, late_s) in enumerate(each, 1):
                 np.maximum(left, start[shift : shift + size], out=left)
                 self._wait(edges, left)

@@ -31,7 +31,8 @@ Index = npt.NDArray[np.intp]
 Value = Array | float
 Key = tuple[str | int, ...]
 # Number of periods of a steady program that are evaluated; it must have at least the second number of periods.
-_EVALUATED, _LEAST_PERIODS = 4, 8
+_EVALUATED = 4
+_LEAST_PERIODS = 8
 
 
 def run_shared(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
@@ -83,7 +84,8 @@ def _steady_finish_s(program: Program, cluster: Cluster, blocks: Sequence[Block]
     advance_s, is_steady = steady_advance(list(ends_s[-3:]), issued_s.max())
     if not is_steady.all() or (run.all_left_s(_EVALUATED) > ends_s[1:].min(axis=1)).any():
         return None
-    finish_s, left = ends_s[-1] + (times - _EVALUATED) * advance_s, times - _EVALUATED
+    finish_s = ends_s[-1] + (times - _EVALUATED) * advance_s
+    left = times - _EVALUATED
     for rank, own in enumerate(epilogue):
         host_s = hosts_s[-1, rank] + left * issued_s[rank]
         for step in own:
@@ -158,7 +160,9 @@ class _Graph:
     """Waits of all ranks and messages of all lanes, built from the ranks' steps."""
 
     def __init__(self, cluster: Cluster, num_ranks: int, num_rows: int, draw: NoiseDraw | None = None) -> None:
-        self.cluster, self.num_ranks, self.draw = cluster, num_ranks, draw
+        self.cluster = cluster
+        self.num_ranks = num_ranks
+        self.draw = draw
         self.num_rows = num_rows if draw is None else draw.num_samples
         self.tracks = [_Track() for _ in range(self.num_ranks)]
         self.lanes: dict[Key, list[_Post]] = defaultdict(list)  # messages, by rank and its way out
@@ -183,7 +187,8 @@ class _Graph:
         return [_Mark(len(track.missing), track.host_s) for track in self.tracks]
 
     def _step(self, rank: int, track: _Track, step: Step) -> None:
-        receives, track.receives = track.receives, False
+        receives = track.receives
+        track.receives = False
         match step:
             case Segment():
                 jitter = self._work_jitter(rank) if step.has_noise else 1.0
@@ -272,8 +277,10 @@ class _Graph:
 
     def _all_gather(self, rank: int, track: _Track, op: AllGather) -> None:
         ranks = op.members(rank, self.num_ranks)
-        dst, src = ranks[(rank - ranks[0] + 1) % len(ranks)], ranks[rank - ranks[0] - 1]
-        path, latency_s = self.cluster.path(rank, dst), self.cluster.path(src, rank).gather_latency_s
+        dst = ranks[(rank - ranks[0] + 1) % len(ranks)]
+        src = ranks[rank - ranks[0] - 1]
+        path = self.cluster.path(rank, dst)
+        latency_s = self.cluster.path(src, rank).gather_latency_s
         *_, number = self._number("gather", rank)
         track.now = self._issue(track, op.host_s).plus(path.gather_launch_s)
         self._wait(rank, (("come", dst, "gather", number), 0.0), notice=("come", rank, "gather", number))
@@ -287,7 +294,8 @@ class _Graph:
             self._wait(rank, (("gather", src, number, step), latency_s))
 
     def _ring_pass(self, rank: int, track: _Track, op: RingPass) -> None:
-        dst, src = (rank + 1) % self.num_ranks, (rank - 1) % self.num_ranks
+        dst = (rank + 1) % self.num_ranks
+        src = (rank - 1) % self.num_ranks
         for work_s, nbytes, host_s in zip(op.device_s, op.nbytes, op.host_s, strict=False):
             key = self._number("pass", rank)
             *_, number = key
@@ -312,7 +320,8 @@ class _Graph:
         before: list[tuple[Key, float]] = []  # the rank's own previous message
         arrivals = []
         for shift, nbytes in enumerate(op.nbytes, start=1):
-            dst, src = (rank + shift) % self.num_ranks, (rank - shift) % self.num_ranks
+            dst = (rank + shift) % self.num_ranks
+            src = (rank - shift) % self.num_ranks
             notice = ("come", rank, "exchange", number) if shift == 1 else None
             self._wait(rank, (("come", dst, "exchange", number), 0.0), *before, notice=notice)
             key = ("exchange", rank, number, shift)
@@ -341,7 +350,9 @@ class _Targets:
     def __init__(self, targets: Mapping[tuple[int, int], Sequence[_Target]], shape: tuple[int, int]) -> None:
         self.columns: list[tuple[Index, Index, Array]] = []
         for number in range(max(map(len, targets.values()), default=0)):
-            rank, wait, latency_s = np.full(shape, -1), np.zeros(shape, dtype=np.intp), np.zeros(shape)
+            rank = np.full(shape, -1)
+            wait = np.zeros(shape, dtype=np.intp)
+            latency_s = np.zeros(shape)
             for at, own in targets.items():
                 if number < len(own):
                     rank[at], wait[at], latency_s[at] = own[number]
@@ -353,7 +364,10 @@ class _Targets:
         for rank, wait, latency_s in self.columns:
             own = rank.take(causes)
             some = np.flatnonzero(own >= 0)
-            own, causes, rows, time_s = own.take(some), causes.take(some), rows.take(some), time_s.take(some)
+            own = own.take(some)
+            causes = causes.take(some)
+            rows = rows.take(some)
+            time_s = time_s.take(some)
             parts.append((own * num_rows + rows, wait.take(causes), time_s + latency_s.take(causes)))
         return _joined(parts)
 
@@ -378,7 +392,9 @@ class _Run:
     def __init__(self, graph: _Graph, *, keeps_left: bool = False) -> None:
         """keeps_left: whether the departures of messages are kept for all_left_s."""
         self.keeps_left = keeps_left
-        self.num_ranks, self.num_rows, self.message_share = graph.num_ranks, graph.num_rows, graph.message_share
+        self.num_ranks = graph.num_ranks
+        self.num_rows = graph.num_rows
+        self.message_share = graph.message_share
         tracks = graph.tracks
         self.num_waits = np.array([len(track.missing) for track in tracks])
         most = int(self.num_waits.max())
@@ -393,7 +409,8 @@ class _Run:
         self.works_s = np.array([np.broadcast_to(work_s, self.num_rows) for work_s, _ in works])
         self.work_jitter = np.array([np.broadcast_to(jitter, self.num_rows) for _, jitter in works])
         part_s, floor_s = self._laters([[*track.parts, track.now] for track in tracks], most + 1)
-        self.part_s, self.part_floor_s = part_s.ravel(), floor_s.ravel()
+        self.part_s = part_s.ravel()
+        self.part_floor_s = floor_s.ravel()
         self.size = self.num_ranks * self.num_rows
         self.missing = np.repeat(missing, self.num_rows)
         self.there_s = np.full(self.missing.size, -np.inf)  # last arrival so far, by wait and place
@@ -410,7 +427,8 @@ class _Run:
         }
         self.notices = _Targets(notices, missing.shape)
         assert not graph.targets, "the program deadlocks: a message is received that nobody sends"
-        places, none = np.arange(self.size), np.zeros(self.size, dtype=np.intp)
+        places = np.arange(self.size)
+        none = np.zeros(self.size, dtype=np.intp)
         begun = self._go_on(places, none, np.zeros(self.size))
         empty = np.flatnonzero(self.missing[: self.size] == 0)
         self._deliver(_joined([begun, self._pass(empty, none[: empty.size])]))
@@ -419,7 +437,9 @@ class _Run:
         keys = sorted(graph.lanes, key=lambda key: key[0])
         lanes = [graph.lanes[key] for key in keys]
         self.num_posts = np.array([len(posts) for posts in lanes], dtype=np.intp)
-        most, num_lanes = max(map(len, lanes), default=0), len(lanes) + 1  # the last lane is empty
+        # the last lane is empty
+        most = max(map(len, lanes), default=0)
+        num_lanes = len(lanes) + 1
         after = np.full((most + 1, num_lanes), most_waits + 1)
         busy_s = np.zeros((most + 1, num_lanes, self.num_rows))
         for lane, posts in enumerate(lanes):
@@ -429,8 +449,10 @@ class _Run:
                 busy_s[number, lane] = alone_s * post.jitter
         post_s, floor_s = self._laters([*([post.later for post in posts] for posts in lanes), []], most + 1)
         owners = np.array([*(key[0] for key in keys), 0], dtype=np.intp)
-        self.post_s, self.post_floor_s = post_s.ravel(), floor_s.ravel()
-        self.after, self.busy_s = after.ravel(), busy_s.ravel()
+        self.post_s = post_s.ravel()
+        self.post_floor_s = floor_s.ravel()
+        self.after = after.ravel()
+        self.busy_s = busy_s.ravel()
         self.num_lanes = num_lanes
         self.lane_of, self.row_of_slot = np.divmod(np.arange(num_lanes * self.num_rows), self.num_rows)
         own = [[lane for lane, key in enumerate(keys) if key[0] == rank] for rank in range(self.num_ranks)]
@@ -458,7 +480,8 @@ class _Run:
     def _laters(self, columns: Sequence[Sequence[_Later]], length: int) -> tuple[Array, Array]:
         """Arrays of delays and floors, shape (length, columns, B)."""
         shape = length, len(columns), self.num_rows
-        delay_s, floor_s = np.zeros(shape), np.full(shape, -np.inf)
+        delay_s = np.zeros(shape)
+        floor_s = np.full(shape, -np.inf)
         for number, column in enumerate(columns):
             for row, later in enumerate(column):
                 delay_s[row, number] = later.delay_s
@@ -467,10 +490,14 @@ class _Run:
 
     def finish_s(self) -> Array:
         """Run every partition from event to event until no message is left; return the finish time of each rank."""
-        enters, leaves = self.enters_s.reshape(-1, self.num_rows), self.leaves_at.reshape(-1, self.num_rows)
-        now_s, served_s, share = np.zeros(self.num_rows), np.zeros(self.num_rows), np.ones(self.num_rows)
+        enters = self.enters_s.reshape(-1, self.num_rows)
+        leaves = self.leaves_at.reshape(-1, self.num_rows)
+        now_s = np.zeros(self.num_rows)
+        served_s = np.zeros(self.num_rows)
+        share = np.ones(self.num_rows)
         while enters.size:
-            enter_s, leave_at = np.minimum.reduce(enters), np.minimum.reduce(leaves)
+            enter_s = np.minimum.reduce(enters)
+            leave_at = np.minimum.reduce(leaves)
             leave_s = np.maximum(now_s, now_s + (leave_at - served_s) * share)
             next_s = np.minimum(enter_s, leave_s)
             done = np.isinf(next_s)
@@ -507,7 +534,8 @@ class _Run:
 
     def _leave(self, slots: Index, now_s: Array) -> None:
         """Let the messages of these slots leave: the next messages may enter, and receivers may continue."""
-        number, rows = self.number.take(slots), self.row_of_slot.take(slots)
+        number = self.number.take(slots)
+        rows = self.row_of_slot.take(slots)
         time_s = now_s.take(rows)
         if self.keeps_left:
             self.left_s[number, slots] = time_s
@@ -543,14 +571,16 @@ class _Run:
             waits = waits + 1
             causes.append(self._go_on(places, waits, over_s))
             over = self.missing.take(waits * self.size + places) == 0
-            places, waits = places[over], waits[over]
+            places = places[over]
+            waits = waits[over]
         return _joined(causes)
 
     def _work_beside(self, places: Index, waits: Index, over_s: Array) -> None:
         """End rounds of a ring whose messages have arrived and whose work is done; changes over_s in place."""
         works = self.work_of.take(waits * self.num_ranks + self.rank_of.take(places))
         some = np.flatnonzero(works >= 0)
-        came_s, there_s = self.came_s.take(places.take(some)), over_s.take(some)
+        came_s = self.came_s.take(places.take(some))
+        there_s = over_s.take(some)
         at = works.take(some), self.row_of.take(places.take(some))
         work_s = beside_message_s(self.works_s[at], there_s - came_s, self.message_share)
         done_s = came_s + work_s * self.work_jitter[at]

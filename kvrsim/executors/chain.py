@@ -37,11 +37,14 @@ class Chain:
     """A chain of KV-Runahead with equal layers, prepared for any chunks."""
 
     def __init__(self, scenario: Scenario, strategy: Strategy, cluster: Cluster, cost: CostModel | None = None) -> None:
-        self.scenario, self.strategy, self.cluster = scenario, strategy, cluster
+        self.scenario = scenario
+        self.strategy = strategy
+        self.cluster = cluster
         self.costs = scenario.layer_costs(cost)[scenario.share.layer_kind_index[0]]
         ranks = range(cluster.num_gpus)
         paths = [cluster.path(rank, rank + 1) for rank in ranks[:-1]]
-        self.path_rows, self.latency_s = rows_of(paths), np.array([[path.latency_s] for path in paths])
+        self.path_rows = rows_of(paths)
+        self.latency_s = np.array([[path.latency_s] for path in paths])
         pending = scenario.pending_share
         self.pending = np.array([[pending if rank else 0.0] for rank in ranks]) if pending else None
         slowness = np.array([[scenario.cluster.slowness(rank)] for rank in ranks])
@@ -82,7 +85,8 @@ class _ChainRun:
     """
 
     def __init__(self, chain: Chain, chunks: Array) -> None:
-        scenario, cost = chain.scenario, chain.costs.cost
+        scenario = chain.scenario
+        cost = chain.costs.cost
         starts = np.full_like(chunks, scenario.request.cached_prefix)
         for rank in range(1, len(chunks)):
             np.add(starts[rank - 1], chunks[rank - 1], out=starts[rank])
@@ -98,19 +102,27 @@ class _ChainRun:
         )
         epilogue = chain.epilogue or last(scenario, chunks[-1], ends[-1], cost)
         if chain.slowness is not None:
-            prologue, layer = slower(prologue, chain.slowness), slower(layer, chain.slowness)
+            prologue = slower(prologue, chain.slowness)
+            layer = slower(layer, chain.slowness)
             epilogue = slower(epilogue, chain.slowness[-1])
         recv_at = next(index for index, op in enumerate(layer) if isinstance(op, Recv))
         send_at = next(index for index, op in enumerate(layer) if isinstance(op, Send))
-        recv, send = layer[recv_at], layer[send_at]
+        recv = layer[recv_at]
+        send = layer[send_at]
         assert isinstance(recv, Recv)
         assert isinstance(send, Send)
-        self.prologue, self.epilogue = prologue, epilogue
-        self.before, self.append, self.rest = layer[:recv_at], layer[recv_at + 1 : send_at], layer[send_at + 1 :]
+        self.prologue = prologue
+        self.epilogue = epilogue
+        self.before = layer[:recv_at]
+        self.append = layer[recv_at + 1 : send_at]
+        self.rest = layer[send_at + 1 :]
         self.before_s, self.append_s, self.rest_s = map(_total_s, (self.before, self.append, self.rest))
-        self.recv_host_s, self.send_host_s, self.overlaps = recv.host_s, send.host_s, not send.rendezvous
+        self.recv_host_s = recv.host_s
+        self.send_host_s = send.host_s
+        self.overlaps = not send.rendezvous
         self.layer_host_s = sum(map(host_s_of, layer))
-        self.link_s, self.latency_s = seconds_on(chain.path_rows, Path.busy_s, send.nbytes[:-1]), chain.latency_s
+        self.link_s = seconds_on(chain.path_rows, Path.busy_s, send.nbytes[:-1])
+        self.latency_s = chain.latency_s
         self.num_layers = len(scenario.share.layer_kind_index)
         self.clock = np.zeros(self.append_s.shape)  # device time of each rank
         self.host_s = np.zeros((len(chunks), 1))  # time at which each rank's host has issued all operations so far
@@ -131,7 +143,8 @@ class _ChainRun:
                 self._run(self.before)
             holds = self._device_leads() if layers else np.ones(1, dtype=bool)
         finish_s = self._after(layers, last_only=last_only) if layers else self.clock[-1 if last_only else 0 :]
-        last_s, host_s = finish_s[-1], self.host_s[-1]
+        last_s = finish_s[-1]
+        host_s = self.host_s[-1]
         for op in self.epilogue:
             host_s = host_s + host_s_of(op)
             np.maximum(last_s + stream_s(op), host_s, out=last_s)
@@ -151,7 +164,9 @@ class _ChainRun:
         as_issued: whether hosts may delay their devices; if not, hosts stay ahead.
         """
         for rank, (link_s, latency_s) in enumerate(zip(self.link_s, self.latency_s, strict=True)):
-            own, behind, moved_s = self.clock[rank], self.clock[rank + 1], self.moved_s[rank]
+            own = self.clock[rank]
+            behind = self.clock[rank + 1]
+            moved_s = self.moved_s[rank]
             self._append(rank, as_issued=as_issued)
             if as_issued:
                 self._issue(rank, self.send_host_s)
@@ -217,7 +232,9 @@ class _ChainRun:
     def _after_overlap(self, more: int, *, last_only: bool) -> Array:
         """Time at which ranks have appended, `more` layers later; every time is convex in the number of layers."""
         layer_s = self.before_s + self.append_s + self.rest_s
-        alone_s, free_s = self.clock + more * layer_s, self.moved_s + more * self.link_s  # without any wait
+        # without any wait
+        alone_s = self.clock + more * layer_s
+        free_s = self.moved_s + more * self.link_s
         on_s = self.latency_s + self.append_s[1:]  # from the end of a message to the end of its append
         for rank, link_s in enumerate(self.link_s):
             left_s = np.maximum(alone_s[rank] + link_s, free_s[rank])
@@ -227,8 +244,10 @@ class _ChainRun:
 
     def _after_rendezvous(self, more: int, *, last_only: bool) -> Array:
         """Time at which ranks start `rest`, `more` layers later; messages wait for neighbours on both sides."""
-        around_s, passed_s = self.before_s + self.rest_s, self.link_s + self.latency_s
-        on, back = np.empty_like(passed_s), np.empty_like(passed_s)
+        around_s = self.before_s + self.rest_s
+        passed_s = self.link_s + self.latency_s
+        on = np.empty_like(passed_s)
+        back = np.empty_like(passed_s)
         np.add(passed_s[:-1], self.append_s[1:-1], out=on[1:])
         np.add(self.link_s[1:], around_s[1:-1], out=back[:-1])
         # Seconds from layer to layer of the first rank, without waits for the other ranks.
@@ -251,7 +270,8 @@ def row_after(x: Array, on: Array, back: Array, periods: int) -> Array:
     """
     nodes = len(x)
     row = np.concatenate([x[:1], x, x[-1:]])  # both ends are repeated
-    one, other = np.empty_like(x), np.empty_like(x)
+    one = np.empty_like(x)
+    other = np.empty_like(x)
     for step_number in range(2, nodes + 2 * periods):
         first = max(step_number - 2 * periods, step_number % 2)
         now = slice(first, min(nodes, step_number - 1), 2)
@@ -278,7 +298,8 @@ def last_of_row(x: Array, on: Array, back: Array, periods: int) -> Array:
     if (x[1:] > (1.0 + _SAME) * (x[:-1] + on[1:])).any():  # else a start at the previous node is as good
         to_first = np.zeros_like(x)  # seconds from each node back to the first one
         np.cumsum(back[:-1], axis=0, out=to_first[1:])
-        far, begun = x + to_first, np.full_like(x, -np.inf)
+        far = x + to_first
+        begun = np.full_like(x, -np.inf)
         # A way from a later node takes one period per neighbour that it passes; the loop has these periods less.
         for further in reversed(range(len(x))):
             count = len(x) - further

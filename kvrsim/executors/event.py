@@ -98,7 +98,10 @@ class Link:
     def __init__(
         self, env: simpy.Environment, path: Path, bus: FairBus | None = None, ends_s: EndsAt | None = None
     ) -> None:
-        self.env, self.path, self.bus, self.ends_s = env, path, bus, ends_s
+        self.env = env
+        self.path = path
+        self.bus = bus
+        self.ends_s = ends_s
         self.queue = simpy.Resource(env, capacity=1)
         self.num_messages = 0
 
@@ -107,7 +110,8 @@ class Link:
         with self.queue.request() as turn:
             yield turn
             start_s = self.env.now
-            number, self.num_messages = self.num_messages, self.num_messages + 1
+            number = self.num_messages
+            self.num_messages = self.num_messages + 1
             noisy_s = busy_s if self.ends_s is None else self.ends_s(number, start_s, busy_s) - start_s
             if self.bus is None:
                 yield self.env.timeout(noisy_s)
@@ -142,8 +146,11 @@ class Network:
     def __init__(
         self, env: simpy.Environment, cluster: Cluster, num_ranks: int, *, record: bool, noise: NoiseDraw | None
     ) -> None:
-        self.env, self.cluster, self.num_ranks = env, cluster, num_ranks
-        self.record, self.noise = record, noise
+        self.env = env
+        self.cluster = cluster
+        self.num_ranks = num_ranks
+        self.record = record
+        self.noise = noise
         self.spans: list[Span] = []
         self.bus = FairBus(env)
         self.links: dict[tuple[int, int], Link] = {}
@@ -176,7 +183,8 @@ class Network:
     def meeting(self, index: int, ranks: range) -> Meeting:
         """The index-th collective of these ranks, or round of a collective."""
         if (ranks, index) not in self.meetings:
-            joined, pieces = {rank: self.env.event() for rank in ranks}, {rank: simpy.Store(self.env) for rank in ranks}
+            joined = {rank: self.env.event() for rank in ranks}
+            pieces = {rank: simpy.Store(self.env) for rank in ranks}
             self.meetings[ranks, index] = Meeting(joined, pieces)
         return self.meetings[ranks, index]
 
@@ -189,8 +197,11 @@ class Network:
 
     def carry(self, parcel: Parcel, to: simpy.Store, left: simpy.Event | None = None) -> Process:
         """Queue, transmit and delay a parcel; `left` is triggered when its last byte leaves; then `to` receives it."""
-        src, dst, gathered_by = parcel.src, parcel.dst, parcel.gathered_by
-        link, nbytes = self.link(src, dst), np.array(parcel.nbytes)
+        src = parcel.src
+        dst = parcel.dst
+        gathered_by = parcel.gathered_by
+        link = self.link(src, dst)
+        nbytes = np.array(parcel.nbytes)
         step_s = link.path.gather_step_s(nbytes, gathered_by) if gathered_by else link.path.busy_s(nbytes)
         start_s = yield from link.transmit(parcel.nbytes, step_s.item())
         if left is not None:
@@ -243,7 +254,10 @@ class RankProcess:
     """One rank. Its host and device clocks are numbers, which meet the simulation's clock only in communication."""
 
     def __init__(self, program: Program, rank: int, network: Network) -> None:
-        self.program, self.rank, self.network, self.env = program, rank, network, network.env
+        self.program = program
+        self.rank = rank
+        self.network = network
+        self.env = network.env
         self.host_s = 0.0
         self.clock_s = 0.0
         # Numbers of the rank's collectives and rounds, by the ranks that meet.
@@ -289,7 +303,8 @@ class RankProcess:
 
     def _computed_s(self, start_s: float, device_s: Array) -> float:
         """Time at which the device finishes an operation; noise may delay it."""
-        number, self.num_computed = self.num_computed, self.num_computed + 1
+        number = self.num_computed
+        self.num_computed = self.num_computed + 1
         if self.network.noise is None:
             return start_s + device_s.item()
         return self.network.noise.compute_end_s(self.rank, number, np.array([start_s]), device_s.reshape(1)).item()
@@ -362,7 +377,8 @@ class RankProcess:
 
     def _forward(self, meeting: Meeting, ranks: range, layer: int | None, nbytes: float, done: simpy.Event) -> Process:
         """Send the rank's own piece and forward arriving pieces except the last; `done`: all pieces have arrived."""
-        dst, steps = self._after(ranks), len(ranks) - 1
+        dst = self._after(ranks)
+        steps = len(ranks) - 1
         for step in range(steps):
             yield meeting.joined[dst]
             piece = Parcel(src=self.rank, dst=dst, nbytes=nbytes, op="all-gather", layer=layer, gathered_by=len(ranks))
@@ -381,7 +397,8 @@ class RankProcess:
             self.host_s += host_s
             work_s = op.device_s[index]
             if index < last:
-                meeting, dst = self._join(self._all), self._after(self._all)
+                meeting = self._join(self._all)
+                dst = self._after(self._all)
                 yield from self._pass_on(meeting, dst, op.nbytes[index], op.payload, layer)
                 yield meeting.pieces[self.rank].get()
                 if op.overlaps:
@@ -424,6 +441,7 @@ class RankProcess:
     def _load(self, layer: int | None, op: Load) -> None:
         """Advance only the clock: each rank loads over a link of its own, so no other rank is affected."""
         left_s = self.loaded_s + op.seconds.item()
-        start_s, self.clock_s = self.clock_s, max(self.clock_s, left_s + op.latency_s)
+        start_s = self.clock_s
+        self.clock_s = max(self.clock_s, left_s + op.latency_s)
         self.loaded_s = left_s if op.ahead else self.clock_s
         self.network.note(self.rank, "wait", f"prefix from {op.name}", "KV", layer, start_s, self.clock_s)

@@ -112,10 +112,15 @@ class _PipelineRun:
         self, scenario: Scenario, ops: PieceOps, stage_layers: Index, cluster: Cluster, cost: CostModel
     ) -> None:
         """stage_layers: layers per stage, shape (stages, B), or (stages, 1) for all partitions."""
-        self.ops, self.cluster, self.stage_layers = ops, cluster, stage_layers
-        self.kinds, self.message_s = scenario.share.layer_kind_index, scenario.host.message_s
+        self.ops = ops
+        self.cluster = cluster
+        self.stage_layers = stage_layers
+        self.kinds = scenario.share.layer_kind_index
+        self.message_s = scenario.host.message_s
         self.rendezvous = not scenario.sends_overlap
-        self.num_stages, self.context, self.num_pieces = len(stage_layers), len(ops.embedding), len(ops.lengths)
+        self.num_stages = len(stage_layers)
+        self.context = len(ops.embedding)
+        self.num_pieces = len(ops.lengths)
         self.slowness = [scenario.cluster.slowness(rank) for rank in range(cluster.num_gpus)]
         prologue, epilogue = ops.ends(scenario, cost)
         self.prologue, self.epilogue = segment_of(prologue), segment_of(slower(epilogue, self.slowness[-1]))
@@ -142,17 +147,21 @@ class _PipelineRun:
         """Work of stages of one rank: floors, shape (stages, pieces, 1, B), and host seconds per piece (stages, B)."""
         shape = self.num_stages, *self.ops.lengths.shape
         way_in = [segment_of(self._way_in(stage, 0)) for stage in range(self.num_stages)]
-        device_s, floor_s = np.empty(shape), np.empty(shape)
+        device_s = np.empty(shape)
+        floor_s = np.empty(shape)
         for stage, own in enumerate(way_in):
             device_s[stage], floor_s[stage] = own.device_s, own.floor_s
         host_s = np.array([[own.host_s] for own in way_in]) + np.zeros(self.stage_layers.shape)
-        ends, first = np.cumsum(self.stage_layers, axis=0), 0
+        ends = np.cumsum(self.stage_layers, axis=0)
+        first = 0
         for kind, alike in groupby(self.kinds):
             after = first + len(list(alike))
             layer = {one: segment_of(slower(self.ops.layers[kind][0], one)) for one in set(self.slowness)}
             number = np.minimum(ends, after) - np.maximum(ends - self.stage_layers, first)
             for stage, slowness in enumerate(self.slowness):
-                own, count = layer[slowness], np.maximum(number[stage], 0)  # of these layers, shape (B,)
+                # of these layers, shape (B,)
+                own = layer[slowness]
+                count = np.maximum(number[stage], 0)
                 least_s = host_s[stage] + own.floor_s + (count - 1) * np.maximum(own.device_s, own.host_s)
                 floor_s[stage] += count * own.device_s
                 np.maximum(floor_s[stage], least_s, out=floor_s[stage], where=count > 0)
@@ -164,7 +173,8 @@ class _PipelineRun:
 
     def _prepare_joints(self) -> tuple[Array, Array]:
         """Work of stages of several ranks; floors and host seconds as for stages of one rank."""
-        size, shape = self.context, self.ops.lengths.shape
+        size = self.context
+        shape = self.ops.lengths.shape
 
         @cache
         def way_in(is_first: bool, ring: tuple[Path, ...], slowness: tuple[float, ...]) -> _Joint:
@@ -188,7 +198,8 @@ class _PipelineRun:
             matrix = np.ascontiguousarray(work.device_s.transpose(2, 1, 0, 3))
             return matrix, work.floor_s.swapaxes(0, 1), work.host_s
 
-        floors_s, hosts_s = [], []
+        floors_s = []
+        hosts_s = []
         for stage, (first, after) in enumerate(pairwise(accumulate(self.stage_layers[:, 0].tolist(), initial=0))):
             ranks = range(stage * size, (stage + 1) * size)
             ring = tuple(self.cluster.path(rank, ranks[(place + 1) % size]) for place, rank in enumerate(ranks))
@@ -223,10 +234,12 @@ class _PipelineRun:
             for piece in range(self.num_pieces):
                 if stage:
                     own.append(Recv(src=stage - 1, host_s=self.message_s, rendezvous=self.rendezvous))
-                device_s, floor_s = self.device_s[stage][piece], self.floor_s[stage, piece, 0]
+                device_s = self.device_s[stage][piece]
+                floor_s = self.floor_s[stage, piece, 0]
                 own.append(Segment(device_s, floor_s, self.host_s[stage]))
                 if stage < self.num_stages - 1:
-                    sent_s, latency_s = self.sent_s[stage][piece, 0], self.paths[stage][0].latency_s
+                    sent_s = self.sent_s[stage][piece, 0]
+                    latency_s = self.paths[stage][0].latency_s
                     own.append(Message(stage + 1, sent_s, latency_s, self.message_s, self.rendezvous, False))
             steps.append(own)
         steps[-1].append(self.epilogue)
@@ -234,7 +247,9 @@ class _PipelineRun:
 
     def _in_turn(self, begin_s: Array, received_s: Array, issued_s: Array) -> Array:
         """Run one stage after another, with all pieces of a stage at once."""
-        ends_s, there_s, last = [], np.full(1, -np.inf), self.num_stages - 1
+        ends_s = []
+        there_s = np.full(1, -np.inf)
+        last = self.num_stages - 1
         for stage, device_s in enumerate(self.device_s):
             floor_s = self.floor_s[stage, :, 0] + received_s[stage, :, 0]
             done_s = one_by_one(np.maximum(there_s + device_s, floor_s), device_s, begin_s[0])
@@ -247,7 +262,9 @@ class _PipelineRun:
 
     def _in_steps(self, begin_s: Array, received_s: Array, issued_s: Array) -> Array:
         """Run all stages that work in the same step; arrays of stages have one extra row at both ends."""
-        apart, pieces, last = 2 if self.rendezvous else 1, self.num_pieces, self.num_stages - 1
+        apart = 2 if self.rendezvous else 1
+        pieces = self.num_pieces
+        last = self.num_stages - 1
         issued_s[-1] = -np.inf  # the last stage sends nothing
         none = np.zeros((1, *self.floor_s.shape[1:]))
         into_s = _flat(np.concatenate([none, *(one[None] for one in self.sent_s), none]))  # messages into each stage
@@ -258,7 +275,8 @@ class _PipelineRun:
             np.maximum(floor_s, issued_s, out=floor_s)  # a stage ends when its host has issued the send
         work_s = _flat(np.stack(self.device_s))[:, None] if self.context == 1 else none
         clock = np.concatenate([np.full((1, *begin_s.shape), -np.inf), *[begin_s[None]] * (last + 2)])
-        link_s, arrival_s = np.full_like(clock, -np.inf), np.full_like(clock, -np.inf)
+        link_s = np.full_like(clock, -np.inf)
+        arrival_s = np.full_like(clock, -np.inf)
         step = max(1, apart * pieces - 1)  # from a stage's piece to that of the next stage in the same wave
         for wave in range(apart * (pieces - 1) + last + 1):
             first = max(wave % apart, wave - apart * (pieces - 1))

@@ -39,9 +39,11 @@ BLOCK = 8192  # partitions that are evaluated together on more than 8 ranks; on 
 _KEPT = 3 * 2**20  # length of an array of 24 MiB, whose pages are never touched
 _CELLS = 2**14  # partitions times samples that are evaluated together
 # Chains: largest number of partitions times ranks that are evaluated together, and least number of partitions.
-_CHAIN_CELLS, _LEAST_ROWS = 2**15, 128
+_CHAIN_CELLS = 2**15
+_LEAST_ROWS = 128
 # A bus: largest number of partitions times messages that are evaluated together, and of partitions.
-_SHARED_CELLS, _SHARED_BLOCK = 2**20, 1024
+_SHARED_CELLS = 2**20
+_SHARED_BLOCK = 1024
 
 
 class Runner:
@@ -51,7 +53,9 @@ class Runner:
         self, scenario: Scenario, strategy: Strategy, *, cost: CostModel | None = None, cluster: Cluster | None = None
     ) -> None:
         """scenario: result of for_strategy. cost, cluster: replace those of the scenario."""
-        self.scenario, self.strategy, self.cost = scenario, strategy, cost
+        self.scenario = scenario
+        self.strategy = strategy
+        self.cost = cost
         self.cluster = cluster or scenario.cluster
         is_chain = Chain.suits(scenario, strategy, self.cluster)
         self.links = None if self.cluster.shares_bandwidth else Links(self.cluster.path)

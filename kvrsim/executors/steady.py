@@ -36,7 +36,8 @@ def steady_advance(
     """
     with np.errstate(invalid="ignore"):  # an unused link has -inf
         advances_s = [late_s - early_s for early_s, late_s in pairwise(states_s)]
-        last_s, tolerance_s = advances_s[-1], _SAME * states_s[-1].max(axis=0)
+        last_s = advances_s[-1]
+        tolerance_s = _SAME * states_s[-1].max(axis=0)
         is_steady = (least_s := last_s.min(axis=0)) >= issued_s
         if in_order:
             is_steady &= (np.abs(last_s - advances_s[0]) <= tolerance_s).all(axis=0)

@@ -412,7 +412,8 @@ class _Kind:
 
     def _convert(self, value: Any, path: str, data: JsonObject) -> Any:
         """Convert a value; None if the value is not of this kind."""
-        base, origin = self.base, self.origin
+        base = self.base
+        origin = self.origin
         if base is float or base is int:
             return self._number(value)
         if base is str:

@@ -201,11 +201,13 @@ class BlockedRates:
             end = call.prefix + call.chunk
             from_0 = self._causal_cost * self._half(end) * self._factor(end)
             return self._call_s(call, batch, np.minimum(self._weighted_scores(call) * self._factor(call.chunk), from_0))
-        here, bounds = self._weighted_scores(call), self._masked_scores(call)
+        here = self._weighted_scores(call)
+        bounds = self._masked_scores(call)
         from_0 = self._causal_cost * (call.causal + 0.5 * call.prefix * call.prefix) + bounds
         if self.measured is None:
             return self._call_s(call, batch, np.minimum(here, from_0))
-        here, from_0 = here * self.measured.least_factor(call.chunk), from_0 * min(self.measured.factors)
+        here = here * self.measured.least_factor(call.chunk)
+        from_0 = from_0 * min(self.measured.factors)
         return self._call_s(call, batch, np.minimum(here, from_0))
 
     def _least_of_part(self, call: AttentionCall, batch: int) -> Array:
@@ -232,7 +234,8 @@ class BlockedRates:
         if not call.own:
             whole = call.chunk * call.prefix
             return whole if self.block_flops_per_s is None else whole / (self.block_flops_per_s * self._rectangle_s)
-        cost, own = self._causal_cost, 0.5 * call.chunk * call.chunk
+        cost = self._causal_cost
+        own = 0.5 * call.chunk * call.chunk
         if self.skips_masked:
             # With a window, neither part has more than the unmasked elements.
             behind = np.minimum(call.chunk * call.prefix, call.causal) * max(0.0, 1.0 - cost)
@@ -343,7 +346,8 @@ class FlashRates:
         rows = self.tile_rows * heads / call.num_attention_heads
         tiles_a_column = pieces(call.chunk, rows)
         tiles = columns * tiles_a_column
-        step_s, slots = self._step_s(call), self.concurrent_tiles
+        step_s = self._step_s(call)
+        slots = self.concurrent_tiles
         most = first = pieces(call.keys, self.key_block)  # steps of the tile that sees the most keys
         if self.causal and call.own:
             first = pieces(call.prefix + np.minimum(rows, call.chunk), self.key_block)
@@ -352,7 +356,8 @@ class FlashRates:
         mean = 0.5 * (first + most)
         if self.causal and call.reach is not None:  # blocks that no query of the tile sees are skipped
             within = np.ceil((call.reach + 2 * rows) / self.key_block)  # the window's edges may cut blocks
-            first, most = np.minimum(first, within), np.minimum(most, within)
+            first = np.minimum(first, within)
+            most = np.minimum(most, within)
             dear = np.minimum(dear, (self.diagonal_cost - 1.0) * within)
             blocks = (call.causal / np.maximum(call.chunk, 1.0) + 2 * rows) / self.key_block + 1.0
             mean = np.minimum(mean, np.clip(blocks, first, most))
@@ -493,7 +498,8 @@ class SoftmaxCost(MergedCost):
         self._is_eager = self.traits.kernel == "eager"
         shares = mixer.num_key_value_heads != mixer.num_attention_heads
         self._repeats = self._is_eager and not self.traits.whole_attention and shares
-        call, cost = self._call(_NOT_COUNTED, _NOT_COUNTED, _NOT_COUNTED), setting.cost
+        call = self._call(_NOT_COUNTED, _NOT_COUNTED, _NOT_COUNTED)
+        cost = setting.cost
         rates = cost.rates.of(call, self.traits.kernel) if isinstance(cost, CalibratedCost) else None
         all_keys_alike = isinstance(rates, EagerRates) and rates.measured is None
         # Whether the seconds of a block are linear in the keys before it.
@@ -600,7 +606,8 @@ def _in_chunks(tokens: Array, size: int) -> Array:
 
 def absorbing(mixer: LatentAttention) -> tuple[Product, ...]:
     """The two products of each head: query to the latent's width, and attended latent to the output's width."""
-    heads, compute = mixer.num_attention_heads, mixer.expand.compute
+    heads = mixer.num_attention_heads
+    compute = mixer.expand.compute
     return (
         Product(mixer.qk_nope_head_dim, mixer.kv_lora_rank, heads, 1.0, compute),
         Product(mixer.kv_lora_rank, mixer.v_head_dim, heads, 1.0, compute),
@@ -659,6 +666,7 @@ class LatentCost(MergedCost):
 
     def _to_latents_s(self, chunk: Array, prefix: Array) -> Array:
         """Seconds of all heads' attention to the latents."""
-        width, rotated = self.mixer.kv_lora_rank, self.mixer.qk_rope_head_dim
+        width = self.mixer.kv_lora_rank
+        rotated = self.mixer.qk_rope_head_dim
         call = self._call(chunk, prefix, chunk * (prefix + 0.5 * chunk))
         return self.cost.call_s(call._replace(num_key_value_heads=1, head_dim=width + rotated, v_head_dim=width))

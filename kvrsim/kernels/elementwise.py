@@ -123,7 +123,9 @@ _EAGER = {
 }
 _FUSED = _EAGER | {"RMSNorm": _Step(4, 1), "rotary": _Step(4, 1), "reshape": _Step(0, 0), "gated MLP": _Step(6, 1)}
 _ROTARY_REPEATS = _Step(8, 12)
-_LLAMA_KERNELS, _FALCON_KERNELS, _FALCON_ALIBI_KERNELS = 7, 6, 8
+_LLAMA_KERNELS = 7
+_FALCON_KERNELS = 6
+_FALCON_ALIBI_KERNELS = 8
 # Bytes that eager attention moves per element of the score matrix in half precision, by Llama's code with its softmax
 # in fp32: QK^T w2, /sqrt(d) r2w2, +mask r2w2, max(finfo.min) r2w2, softmax in fp32 r2w4, back to half r4w2, times V r2.
 # This value holds for all models without a fitted value; ALiBi adds its biases, r2w2.
@@ -131,7 +133,8 @@ _SCORE_BYTES = 28.0
 _ALIBI_BYTES = 4.0
 _SEPARATE_MERGE = (38.0, 52.0, 9)  # bytes per element, bytes per log-sum-exp, number of kernels
 _FUSED_MERGE = (10.0, 12.0, 1)
-_BACK, _BACK_KERNELS = 8.0, 2
+_BACK = 8.0
+_BACK_KERNELS = 2
 _CAST = 6.0
 UPCAST_KERNELS = 1
 _MEASURED_MERGE = 6.0  # bytes per element, and per log-sum-exp, where elements have two bytes
@@ -178,7 +181,10 @@ def after_mixer(
     intermediate: the MLP's width; routed experts count their own activations.
     reshapes: False where the rates of attention include the reshaping of the output.
     """
-    table, hidden, mixer, blocks = _FUSED if fused else _EAGER, model.hidden_size, layer.mixer, layer.num_blocks
+    table = _FUSED if fused else _EAGER
+    hidden = model.hidden_size
+    mixer = layer.mixer
+    blocks = layer.num_blocks
     steps = []
     if reshapes and mixer is not None:
         steps.append(Traffic("copy", table["reshape"].nbytes * hidden, table["reshape"].kernels))
@@ -238,7 +244,9 @@ def merge(mixer: Attention | LatentAttention, *, fused: bool, part: bool) -> Tra
     """
     nbytes, lse, kernels = _FUSED_MERGE if fused else _SEPARATE_MERGE
     if part and not fused:
-        nbytes, lse, kernels = nbytes + _BACK, lse + _BACK, kernels + _BACK_KERNELS
+        nbytes = nbytes + _BACK
+        lse = lse + _BACK
+        kernels = kernels + _BACK_KERNELS
     heads = mixer.num_attention_heads
     return Traffic("residual", heads * (mixer.v_head_dim * nbytes + lse), kernels)
 

@@ -108,7 +108,8 @@ class GroupedRates:
 
     def seconds(self, call: ExpertsCall, batch: int, width: Width) -> Array:
         """Seconds of one call; `width` is the bytes per element of the operands."""
-        each, rows = of_each(width), call.rows(batch)
+        each = of_each(width)
+        rows = call.rows(batch)
         active = call.active(rows)
         features = call.up_features * (call.hidden_size + self.tile_features)
         features += call.hidden_size * (call.intermediate_size + self.tile_features)
@@ -243,7 +244,8 @@ class RoutedExperts:
     def call(self, chunk: Array, together: Array | None = None) -> ExpertsCall:
         """The call of one GPU; `together`: tokens of all ranks, if they exchange tokens (None: the request's)."""
         first, *_, back = self.layer.mlp
-        placement, layer = self.placement, self.layer
+        placement = self.placement
+        layer = self.layer
         every = np.full(1, float(placement.tokens)) if together is None else together
         return ExpertsCall(
             tokens=chunk if self.exchange == "none" else every * placement.load,
@@ -259,7 +261,8 @@ class RoutedExperts:
     @property
     def reach(self) -> float:
         """Share of the tokens that have an expert on a given GPU, if all experts are equally likely."""
-        own, per_tok = self.layer.num_experts, self.layer.num_experts_per_tok
+        own = self.layer.num_experts
+        per_tok = self.layer.num_experts_per_tok
         every = own * self.placement.num_gpus
         return 1.0 - prod(max(0.0, every - own - draw) / (every - draw) for draw in range(per_tok))
 

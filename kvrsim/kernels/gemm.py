@@ -50,7 +50,8 @@ def of_each(width: Width) -> GemmType:
 # those of mxfp4_fp8 in MXFP8.
 # Substitutes: INT8 has FP8's peak on Hopper and Ada. A device that lacks the arithmetic of a type computes in half
 # precision from the same weights: FP8 before Ada, NVFP4 before Blackwell.
-_FP4, _MX8 = 0.5 + 1 / 16, 1.0 + 1 / 32
+_FP4 = 0.5 + 1 / 16
+_MX8 = 1.0 + 1 / 32
 GEMM_TYPES: Mapping[str, GemmType] = {
     "fp8": GemmType(1.0, 1.0, 2.0, 3.0, "FP8", ("fp8_block", "int8_wo")),
     "fp8_block": GemmType(1.0, 1.0 + 4 / 128, 2.0, 3.0 + 4 / 128, "FP8 with a scale per block", ("fp8", "int8_wo")),

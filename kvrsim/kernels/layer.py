@@ -55,10 +55,13 @@ class LayerCosts:
     """Seconds and bytes of one kind of layer, for one request on one machine; costs by chunk length are precomputed."""
 
     def __init__(self, setting: LayerSetting, layer: LayerSpec) -> None:
-        self.setting, self.layer, self.cost = setting, layer, setting.cost
+        self.setting = setting
+        self.layer = layer
+        self.cost = setting.cost
         self._mixer = None if layer.mixer is None else mixer_cost(layer.mixer, setting)
         self.experts = RoutedExperts(layer, setting.cost, setting.placement) if layer.num_experts else None
-        model, traits = setting.model, setting.cost.traits
+        model = setting.model
+        traits = setting.cost.traits
         # Cos and sin are repeated for every head, and the host waits for the device each time.
         self._repeats_rotary = traits.repeats_rotary and model.model_type == "falcon" and model.rotary
         before = before_mixer(model, layer, fused=traits.fused, repeats_rotary=self._repeats_rotary)

@@ -56,8 +56,10 @@ class MixerCost(ABC):
     mixer: Mixer
 
     def __init__(self, setting: LayerSetting, mixer: Mixer) -> None:
-        self.setting, self.mixer = setting, mixer
-        self.cost, self.traits = setting.cost, setting.cost.traits
+        self.setting = setting
+        self.mixer = mixer
+        self.cost = setting.cost
+        self.traits = setting.cost.traits
         self._element_bytes = setting.model.cached_element_bytes(setting.element_bytes)
         # Element-wise rates count elements of two bytes.
         self._half_token_bytes = mixer.token_bytes(setting.model.cached_element_bytes(2))

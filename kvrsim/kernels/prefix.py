@@ -99,7 +99,8 @@ class PrefixAccessPlan(NamedTuple):
         if not (reads_peers and self.peers is not None):
             return self.load_own(own)
         others = prefix_bytes - own
-        seconds, latency_s = self.peers.busy_s(others), self.peers.latency_s
+        seconds = self.peers.busy_s(others)
+        latency_s = self.peers.latency_s
         if self.source is None:
             return Load(name="other ranks", nbytes=others, seconds=seconds, latency_s=latency_s, ahead=False)
         # A rank's own share arrives in pieces, which are forwarded immediately: the slower link limits the rate.

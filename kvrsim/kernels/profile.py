@@ -296,7 +296,8 @@ class Clock:
         never takes less time, and T is at least busy_s. Newton's method starts from below: the work done is concave in
         T, so no step is too large.
         """
-        share, tau = self.sustained_share, self.time_constant_s
+        share = self.sustained_share
+        tau = self.time_constant_s
         busy = np.asarray(busy_s, dtype=float)
         elapsed = np.maximum(busy, (busy - (1 - share) * tau) / share)
         for _ in range(_NEWTON_STEPS):

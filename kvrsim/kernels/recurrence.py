@@ -65,7 +65,9 @@ class RecurrenceCall:
         per group, and their product with the inputs; the state is read and written. Linear attention is counted as
         Mamba-2. A scan of a diagonal state has no matrix products.
         """
-        chunk, keys, values = SCAN_CHUNK[self.kind], self.key_head_dim, self.value_head_dim
+        chunk = SCAN_CHUNK[self.kind]
+        keys = self.key_head_dim
+        values = self.value_head_dim
         if self.kind == "scan":
             return float(_TENSOR_CORE_SPEEDUP * _SCAN_FLOPS * self.num_value_heads * keys * values)
         if self.kind in ("mamba2", "linear"):
@@ -82,7 +84,9 @@ class RecurrenceCall:
         channel in fp32 (raw, and summed along the chunk), and keys and queries scaled by the decays. Mamba-2: inputs
         and outputs, B and C, and states per chunk in fp32, before and after they are passed on.
         """
-        chunk, keys, values = SCAN_CHUNK[self.kind], self.key_head_dim, self.value_head_dim
+        chunk = SCAN_CHUNK[self.kind]
+        keys = self.key_head_dim
+        values = self.value_head_dim
         state = keys * values / chunk
         if self.kind in ("mamba2", "linear", "scan"):
             return self.num_value_heads * (2 * values + 4 * _FP32_ELEMENTS * state) + self.num_key_heads * 2.0 * keys
@@ -104,10 +108,12 @@ class ScanCall(RecurrenceCall):
         The factor of the clock does not apply, because memory limits a scan.
         """
         rates: KindRates | None = cost.rates.of(self, cost.traits.kernel)
-        batch, element_bytes = cost.traits.batch, cost.traits.element_bytes
+        batch = cost.traits.batch
+        element_bytes = cost.traits.element_bytes
         if rates is not None:
             return cost.scale * rates.scan.seconds(self, batch, element_bytes)
-        elementwise, tokens = cost.rates.elementwise, batch * self.tokens
+        elementwise = cost.rates.elementwise
+        tokens = batch * self.tokens
         flops_s = self.scan_flops / cost.rates.gemm.flops_per_s
         serial_s = SCAN_KERNELS * elementwise.start_s + self.tokens * (_CHUNK_S / SCAN_CHUNK[self.kind])
         return cost.scale * (tokens * (flops_s + self.scan_elements * element_bytes / elementwise.copy) + serial_s)
@@ -125,7 +131,8 @@ class ConvolutionCall(RecurrenceCall):
     def measured_s(self, cost: CalibratedCost) -> Array:
         """Seconds by the profile's rates; else bytes at the rate of copies."""
         rates: KindRates | None = cost.rates.of(self, cost.traits.kernel)
-        batch, element_bytes = cost.traits.batch, cost.traits.element_bytes
+        batch = cost.traits.batch
+        element_bytes = cost.traits.element_bytes
         if rates is not None:
             return cost.scale * rates.convolution.seconds(self, batch, element_bytes)
         elementwise = cost.rates.elementwise

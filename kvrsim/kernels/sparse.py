@@ -85,8 +85,10 @@ class SparseCall(NamedTuple):
         """FLOPs of attention without the window: a query attends to at most top_k of the keys that it sees."""
         if self.top_k is None:
             return self.chunk * self.mean_keys * self._key_flops
-        start, end = self.prefix / self.compress_ratio, self.keys
-        inside_start, inside_end = np.minimum(start, self.top_k), np.minimum(end, self.top_k)
+        start = self.prefix / self.compress_ratio
+        end = self.keys
+        inside_start = np.minimum(start, self.top_k)
+        inside_end = np.minimum(end, self.top_k)
         area = 0.5 * (inside_end * inside_end - inside_start * inside_start)
         area = area + self.top_k * ((end - inside_end) - (start - inside_start))
         return np.asarray(self.chunk * (area / np.maximum(end - start, 1e-30)) * self._key_flops)
@@ -97,7 +99,8 @@ class SparseCall(NamedTuple):
         If the profile has no rates for this kind of call, FLOPs take the rate of matrix products, and the scores are
         written to memory and read once. Scores of single keys take the rate of FP8 products if there is one.
         """
-        rates, batch = cost.rates, cost.traits.batch
+        rates = cost.rates
+        batch = cost.traits.batch
         kernels: SparseKernels | None = rates.of(self, cost.traits.kernel)
         if kernels is not None:
             return cost.compute_scale * kernels.seconds(self, batch, least=cost.traits.lower_bound)
@@ -111,7 +114,8 @@ class SparseCall(NamedTuple):
     def roofline_s(self, cost: RooflineCost) -> Array:
         """Seconds of FLOPs: of scores, in FP8 where single keys are chosen, and of attention to at most top_k keys."""
         score_flops_per_s = cost.low_flops_per_s if self.block == 1 else cost.flops_per_s
-        score_s, attention_s = self.score_flops / score_flops_per_s, self.least_attention_flops / cost.flops_per_s
+        score_s = self.score_flops / score_flops_per_s
+        attention_s = self.least_attention_flops / cost.flops_per_s
         return np.asarray(cost.traits.batch * (score_s + attention_s))
 
     @property
@@ -163,7 +167,8 @@ class SparseKernels:
         chosen_s = self.score.seconds(
             queries, call.mean_keys, np.asarray(call.index_heads), call.index_head_dim, least=least
         )
-        heads, width = call.num_attention_heads, call.head_dim + call.v_head_dim
+        heads = call.num_attention_heads
+        width = call.head_dim + call.v_head_dim
         attend_s = self.attend.seconds(queries, call.kernel_keys, np.asarray(heads), width, least=least)
         return call.chooses * chosen_s + attend_s
 
@@ -193,9 +198,11 @@ def sparse_call(mixer: SparseMixer, chunk: Array, prefix: Array) -> SparseCall:
     """
     indexer = mixer.indexer
     if isinstance(mixer, LatentAttention):
-        head_dim, v_head_dim = mixer.kv_lora_rank + mixer.qk_rope_head_dim, mixer.kv_lora_rank
+        head_dim = mixer.kv_lora_rank + mixer.qk_rope_head_dim
+        v_head_dim = mixer.kv_lora_rank
     else:
-        head_dim, v_head_dim = mixer.head_dim, mixer.v_head_dim
+        head_dim = mixer.head_dim
+        v_head_dim = mixer.v_head_dim
     ratio = mixer.compress_ratio if isinstance(mixer, CompressedAttention) else 1
     top_k = None if indexer is None else indexer.top_k
     scores = indexer if indexer is not None and not indexer.shared else None

@@ -113,7 +113,8 @@ def grouped_cluster(cluster: Cluster, size: int) -> Cluster:
 
     Raises InputError where nodes do not divide into such groups, or groups into nodes.
     """
-    count, per_node = cluster.num_gpus // size, cluster.gpus_per_node
+    count = cluster.num_gpus // size
+    per_node = cluster.gpus_per_node
     grouped = replace(cluster, num_gpus=count)
     link = cluster.link
     if cluster.topology == "chain":
@@ -136,7 +137,9 @@ def one_of(cluster: Cluster, data: int, context: int) -> Cluster:
     """
     if data == 1:
         return cluster
-    one, per_node, stage = replace(cluster, num_gpus=cluster.num_gpus // data), cluster.gpus_per_node, data * context
+    one = replace(cluster, num_gpus=cluster.num_gpus // data)
+    per_node = cluster.gpus_per_node
+    stage = data * context
     if cluster.topology != "nodes" or per_node is None:
         return one
     if per_node % stage == 0:
@@ -169,7 +172,8 @@ def share_of(model: ModelSpec, size: int) -> ModelSpec:
 
 def heads_divide(mixer: Mixer, size: int) -> bool:
     """Whether each GPU gets an equal number of heads; a key head may be on several GPUs."""
-    heads, kv_heads = mixer.num_attention_heads, mixer.num_key_value_heads
+    heads = mixer.num_attention_heads
+    kv_heads = mixer.num_key_value_heads
     return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 

@@ -74,7 +74,8 @@ def add_model(
     model = read_config(config, name, on_progress)
     model = replace(model, from_class=False)
     shape = freeze(replace(model, layers=model.layer_kinds))
-    fields, folder = dict(config.fields), own_folder() / name
+    fields = dict(config.fields)
+    folder = own_folder() / name
     content = {"model": shape, "index": model.layer_kind_index, "fields": fields}
     folder.mkdir(parents=True, exist_ok=True)
     for file, data in (("config.json", fields), (_FROZEN, content)):
@@ -189,11 +190,13 @@ def config_path(name: str, argument: str) -> Path:
         return _DATA / "models" / f"{name}.json"
     path = own_folder() / name if name in own_models() else Path(name)
     try:
-        is_folder, exists = path.is_dir(), bool(name.strip()) and path.exists()
+        is_folder = path.is_dir()
+        exists = bool(name.strip()) and path.exists()
         if exists and is_folder and not (path / "config.json").exists():
             raise InputError(argument, name, "a folder that holds a config.json")
     except (OSError, ValueError):  # the path is too long or forbidden
-        is_folder, exists = False, False
+        is_folder = False
+        exists = False
     if not exists:
         from difflib import get_close_matches  # imported only for names that are unknown
 
@@ -270,7 +273,8 @@ def read_type(config: JsonObject, name: str, on_progress: OnProgress | None = No
     plain = template.translate(config)
     data = model_type_data(plain.text("model_type"))
     if data is not None and not plain.has("num_key_value_heads"):
-        usual, heads = data["defaults"].get("num_key_value_heads"), plain.fields.get("num_attention_heads")
+        usual = data["defaults"].get("num_key_value_heads")
+        heads = plain.fields.get("num_attention_heads")
         if isinstance(usual, int) and isinstance(heads, int) and heads % usual:  # no groups: one KV head per head
             plain = replace(plain, fields={**plain.fields, "num_key_value_heads": heads})
     model = None if data is None else template.fill(data, plain, name, own="as" not in template.remote_type(config))
@@ -364,7 +368,8 @@ def _pruned_llama(config: JsonObject, name: str) -> ModelSpec:
     plain = config.without("block_configs", "num_key_value_heads_per_layer", "num_key_value_heads")
     layers = []
     for block in blocks:
-        attention, mlp = block.child("attention"), block.child("ffn")
+        attention = block.child("attention")
+        mlp = block.child("ffn")
         for part in (attention, mlp):
             for key in ("sparsify", "num_sink_tokens", "replace_with_linear"):
                 if part.fields.get(key):

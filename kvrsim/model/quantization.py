@@ -33,8 +33,11 @@ def _table() -> dict[str, Any]:
 _HEAD = "lm_head"
 _BEFORE_LAYERS = re.compile(r"^(?:(?:model|language_model|backbone)\.)+(?=layers\.|lm_head$)")
 # Regular expressions can take very long if they repeat groups or have many repetitions; names of modules need neither.
-_REPEATED_GROUP, _REPETITION, _MAX_REPETITIONS = re.compile(r"\)[*+{]"), re.compile(r"(?<!\\)[*+{]"), 4
-_MAX_NAMES, _MAX_NAME_LENGTH = 100_000, 500
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_REPETITION = re.compile(r"(?<!\\)[*+{]")
+_MAX_REPETITIONS = 4
+_MAX_NAMES = 100_000
+_MAX_NAME_LENGTH = 500
 _SKIPPED = (  # keys of lists of modules that are not quantised
     *("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules"),
     *("skip_modules", "exclude"),
@@ -91,7 +94,8 @@ def _pattern(name: str) -> re.Pattern[str]:
 # Published weights and engines keep these in half precision, although no file lists them: weights of an indexer's
 # heads, DeepSeek-V4's compressors, and Kimi K3's projections to the latent of its experts and back.
 _KEPT = Modules.named(["weights_proj", "compressor", "routed_expert_down_proj", "routed_expert_up_proj"])
-_HEADS, _EXPERTS = Modules.named([_HEAD]), Modules.named(["experts"])
+_HEADS = Modules.named([_HEAD])
+_EXPERTS = Modules.named(["experts"])
 
 
 def quantized(
@@ -302,7 +306,8 @@ def _format(entry: Mapping[str, Any], data: JsonObject, *, optional: bool = Fals
     if data.sequence(entry.get("blocks", "")):
         return _block_format(data, entry["blocks"])
     if "by" in entry:
-        formats, places = entry["formats"], [_place(data, path) for path in entry["by"]]
+        formats = entry["formats"]
+        places = [_place(data, path) for path in entry["by"]]
         inner, key = next((place for place in places if place[0].has(place[1])), places[0])
         value = str(inner.fields.get(key) if inner.has(key) else entry.get("else")).lower()
         choice = formats.get(value, formats.get("*"))
@@ -312,7 +317,8 @@ def _format(entry: Mapping[str, Any], data: JsonObject, *, optional: bool = Fals
         return None if choice is None else _format(choice, data)
     bits = _number(entry["bits"], data, minimum=2, maximum=8)
     group = _number(entry.get("group_inputs"), data, minimum=-1)
-    compute, scale = entry["compute"], entry["scale_bits"]
+    compute = entry["compute"]
+    scale = entry["scale_bits"]
     return WeightFormat(
         compute=_WEIGHT_ONLY[bits > 4] if compute == "weight_only" else compute,
         bits=bits,
@@ -349,8 +355,10 @@ def _block_format(data: JsonObject, key: str) -> WeightFormat:
 def _of_group(group: JsonObject) -> WeightFormat:
     """The format of a group of compressed-tensors, by its weights and the inputs of its products."""
     data = group.child("weights")
-    bits, strategy = data.integer("num_bits", 8, minimum=2, maximum=8), data.text("strategy", "")
-    floats, inputs = data.text("type", "int") == "float", "float16"
+    bits = data.integer("num_bits", 8, minimum=2, maximum=8)
+    strategy = data.text("strategy", "")
+    floats = data.text("type", "int") == "float"
+    inputs = "float16"
     if group.has("input_activations"):
         data_in = group.child("input_activations")
         inputs = f"{data_in.text('type', 'int')}{data_in.integer('num_bits', 8, minimum=2, maximum=16)}"

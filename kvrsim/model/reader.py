@@ -313,7 +313,10 @@ class _LayerModules:
 
 class _Reader:
     def __init__(self, config: Any, model: nn.Module, sizes: _Sizes) -> None:
-        self.config, self.model, self.sizes, self.trace = config, model, sizes, _Trace(model)
+        self.config = config
+        self.model = model
+        self.sizes = sizes
+        self.trace = _Trace(model)
         self.notes: list[str] = []
         self._counted_flops: Counter[int] = Counter()  # FLOPs of products in the description, by the weight's storage
         self._counted_places: list[str] = []  # modules whose products of activations are in the description
@@ -321,9 +324,11 @@ class _Reader:
         self._choice: Indexer | None = None  # indexer of the last layer that chooses keys
 
     def spec(self, name: str) -> ModelSpec:
-        config, model = self.config, self.model
+        config = self.config
+        model = self.model
         place, stack = self._stack()
-        tokens, head = model.get_input_embeddings(), model.get_output_embeddings()
+        tokens = model.get_input_embeddings()
+        head = model.get_output_embeddings()
         vocab, hidden = self.sizes.of(tokens.weight)
         _equal("features of the embedding", hidden, config.hidden_size)
         layers = [one for number, layer in enumerate(stack) for one in self._layer(f"{place}.{number}", layer)]
@@ -425,7 +430,8 @@ class _Reader:
 
     def _layer(self, place: str, module: nn.Module) -> list[LayerSpec]:
         """Describe a layer. A layer with several mixers becomes one layer per mixer, in their order."""
-        order, hidden = self.trace.order, self.config.hidden_size
+        order = self.trace.order
+        hidden = self.config.hidden_size
         if place not in order:
             self.notes.append("layers that a prefill of text does not run are counted by their parameters alone")
             other = self._count(module)
@@ -504,7 +510,8 @@ class _Reader:
         linears: list[str] = []
         cube = ""
         for name, module in parts.items():
-            own, runs = _own(module), f"{layer.place}.{name}" in self.trace.order
+            own = _own(module)
+            runs = f"{layer.place}.{name}" in self.trace.order
             if _STREAMS.search(type(module).__name__):
                 continue
             if runs and any(one.dim() == 3 and min(one.shape) > 1 for one in own.values()):
@@ -519,7 +526,8 @@ class _Reader:
             mlp = self._split(layer, linears)
             widths = [gemm.out_features for gemm in mlp if gemm.split == "columns"]
             return LayerSpec(mixer=None, mlp=mlp, gated_mlp=bool(mlp) and sum(widths) == 2 * mlp[-1].in_features)
-        experts, place = parts[cube], f"{layer.place}.{cube}"
+        experts = parts[cube]
+        place = f"{layer.place}.{cube}"
         count = self.sizes.of(next(one for one in experts.parameters() if one.dim() == 3))[0]
         routers = [one for one in linears if layer.gemms[one].groups == 1 and layer.gemms[one].out_features == count]
         if not routers:
@@ -531,7 +539,8 @@ class _Reader:
         if not top_k:
             raise RefusedError(f"{router}: how many experts a token passes through")
         mlp = self._experts(cube, experts)
-        ours, theirs = 2 * TOKENS * sum(gemm.num_weights for gemm in mlp), self.trace.within(place)
+        ours = 2 * TOKENS * sum(gemm.num_weights for gemm in mlp)
+        theirs = self.trace.within(place)
         if theirs not in (0 if _within(layer.gemms, cube) else top_k * ours, count * ours):  # some run all experts
             _equal(f"FLOPs of {cube}", top_k * ours, theirs)
         self._counted_places.append(place)
@@ -614,7 +623,8 @@ class _Reader:
         if states and (decays or "Attention" not in type(module).__name__):  # a layer with two mixers has one cache
             return states
         states = [one.recurrent_states for one in module.modules() if hasattr(one, "recurrent_states")]
-        number, linear = _number("layer_idx", module), getattr(self.trace.cache, "linear_cache", ())
+        number = _number("layer_idx", module)
+        linear = getattr(self.trace.cache, "linear_cache", ())
         if number in range(len(linear)) and isinstance(linear[number], torch.Tensor):
             states.append(linear[number])
         output = self.trace.outputs.get(layer.mixer_place)
@@ -625,7 +635,9 @@ class _Reader:
         return [one[..., 0] if one.shape[-1] == count and one.dim() == 3 else one for one in returned]
 
     def _attention(self, layer: _LayerModules, indexer: Indexer | None) -> Attention:
-        config, module, cached = self.config, layer.module, self._cache_of(layer.module)
+        config = self.config
+        module = layer.module
+        cached = self._cache_of(layer.module)
         heads = _number("num_attention_heads", module, config)
         output = layer.gemm(layer.last, "rows")
         leaves = {path: path.removesuffix(".linear").rpartition(".")[2] for path in layer.inputs}
@@ -688,7 +700,8 @@ class _Reader:
         return (None, window) if types and types[number] == "chunked_attention" else (window, None)
 
     def _latent(self, layer: _LayerModules, indexer: Indexer | None) -> LatentAttention:
-        expand, last = f"{layer.name}.kv_b_proj", f"{layer.name}.o_proj"
+        expand = f"{layer.name}.kv_b_proj"
+        last = f"{layer.name}.o_proj"
         layer.inputs = [path for path in (*layer.inputs, layer.last) if path not in (expand, last)]
         leaves = [path.rpartition(".")[2] for path in layer.inputs]
         sizes = _numbers(LatentAttention, layer.module, self.config)
@@ -718,7 +731,9 @@ class _Reader:
         own = [path for path in layer.inputs if ".indexer." in path]
         own.sort(key=lambda path: "kv_proj" in path or "gate_proj" in path)
         layer.inputs = [path for path in layer.inputs if path not in own]
-        heads, head_dim, blocks = _number("num_heads", module), module.head_dim, _number("topk_blocks", module)
+        heads = _number("num_heads", module)
+        head_dim = module.head_dim
+        blocks = _number("topk_blocks", module)
         by_kv_head = blocks is not None and heads == self.config.num_key_value_heads
         splits: dict[str, Split] = {path: "kv_heads" for path in own if by_kv_head and path.endswith("q_proj")}
         self._choice = Indexer(
@@ -734,9 +749,11 @@ class _Reader:
         return self._choice
 
     def _compressed_attention(self, layer: _LayerModules, indexer: Indexer | None) -> CompressedAttention:
-        grouped, last = f"{layer.name}.o_a_proj", f"{layer.name}.o_b_proj"
+        grouped = f"{layer.name}.o_a_proj"
+        last = f"{layer.name}.o_b_proj"
         layer.inputs = [path for path in (*layer.inputs, layer.last) if path not in (grouped, last)]
-        first, groups = layer.gemm(grouped, "columns"), layer.module.o_a_proj.n_groups
+        first = layer.gemm(grouped, "columns")
+        groups = layer.module.o_a_proj.n_groups
         return CompressedAttention(
             projections=layer.projections(r"\.q_b_proj$"),
             output=(replace(first, in_features=first.in_features * groups, groups=groups), layer.gemm(last, "rows")),
@@ -746,17 +763,21 @@ class _Reader:
 
     def _recurrence(self, layer: _LayerModules, states: list[torch.Tensor]) -> Recurrence:
         """Describe delta rules and Mamba-2 by their sizes, other recurrences by the size of the class's state."""
-        module, name = layer.module, layer.name
+        module = layer.module
+        name = layer.name
         output = layer.gemm(layer.last, "rows")
         elements = sum(one.numel() for one in states)
         kind: Any
         keys: tuple[str, ...] = ()
         if hasattr(module, "num_k_heads"):
-            kind, keys = "gated_delta", ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+            kind = "gated_delta"
+            keys = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
         elif hasattr(module, "forget_gate"):
-            kind, keys = "kda", ("num_heads", "num_heads", "head_dim", "head_dim")
+            kind = "kda"
+            keys = ("num_heads", "num_heads", "head_dim", "head_dim")
         elif hasattr(module, "n_groups") and set(layer.inputs) <= {f"{name}.in_proj"}:
-            kind, keys = "mamba2", ("n_groups", "num_heads", "ssm_state_size", "head_dim")
+            kind = "mamba2"
+            keys = ("n_groups", "num_heads", "ssm_state_size", "head_dim")
         elif states or "ShortConv" in type(module).__name__:
             diagonal = any(path.endswith("A_log") and one.dim() > 1 for path, one in module.named_parameters())
             kind = "linear" if self.trace.within(layer.mixer_place) and not diagonal else "scan"
@@ -765,7 +786,8 @@ class _Reader:
         if keys:
             sizes = [getattr(module, size) for size in keys]
         else:
-            width, heads = output.in_features, _number("num_heads", module) if kind == "linear" else None
+            width = output.in_features
+            heads = _number("num_heads", module) if kind == "linear" else None
             state = max(1, elements // int(width))  # a short convolution is a scan with one element per channel
             state = _symbol(state, *(value for value in vars(module).values() if isinstance(value, int)))
             sizes = [heads or 1, heads or width, state, width // (heads or width)]

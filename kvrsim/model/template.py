@@ -192,7 +192,8 @@ def _not_covered(
 def _fill(
     defaults: Mapping[str, Any], variant: Mapping[str, Any], nulls: set[str], config: JsonObject, name: str
 ) -> ModelSpec | None:
-    fields, fixed = config.fields, variant["fixed"]
+    fields = config.fields
+    fixed = variant["fixed"]
     derived = {key: value[1:] for key, value in defaults.items() if isinstance(value, str) and value[:1] == "="}
     absent = nulls - {*derived}
     values = {**defaults, **dict.fromkeys(absent, None), **fields}
@@ -229,7 +230,8 @@ def _evaluate(expression: str, numbers: Mapping[str, int], config: JsonObject) -
 
 def _layers(variant: Mapping[str, Any], config: JsonObject, numbers: Mapping[str, int]) -> list[LayerSpec] | None:
     """The layers in order; None if their kinds are unknown. Raises InputError for lists of a wrong length."""
-    order, count = variant["order"], thaw(variant["model"]["num_hidden_layers"], numbers)
+    order = variant["order"]
+    count = thaw(variant["model"]["num_hidden_layers"], numbers)
     if count is None:  # without a count, the length of a list is the number of layers
         count = len(config.sequence(order["by"][0]) or order["first"])
     for key in order["seen"]:
@@ -272,7 +274,8 @@ def _order(
         return [order["kinds"][row] for row in rows] if {*rows} <= {*order["kinds"]} else None
     if {*order["by"]} & {*lists}:
         return None
-    first, cycle = order["first"], order["cycle"]
+    first = order["first"]
+    cycle = order["cycle"]
     if first and isinstance(first[-1], str):  # [kind, key]: the key gives the number of first layers of this kind
         first = [first[0]] * numbers[first[-1]]
     if not cycle:
@@ -345,7 +348,8 @@ def translate(config: JsonObject) -> JsonObject:
     for key, value in remote.get("only", {}).items():
         if _value(fields, key) not in (None, value):
             raise config.error(key, json.dumps(value), _value(fields, key))
-    names, arrays = remote.get("names", {}), remote.get("arrays", {})
+    names = remote.get("names", {})
+    arrays = remote.get("arrays", {})
     values = {new: _value(fields, old) for old, new in names.items() if new is not None}
     for old, (new, words) in arrays.items():
         if (value := _value(fields, old)) is not None:

@@ -58,7 +58,8 @@ class Question:
     @classmethod
     def of(cls, scenario: Scenario, *, seed: int = 0, **options: Any) -> Question:
         """Describe a scenario. options: the command's own options, plain JSON values."""
-        request, quantization = scenario.request, scenario.model.quantization
+        request = scenario.request
+        quantization = scenario.model.quantization
         return cls(
             model=scenario.model.name,
             profile=scenario.profile_name,

@@ -133,7 +133,8 @@ class Answer(Viewable):
     @property
     def memory_limit(self) -> MemoryLimit:
         """The limit that `fits` compares with."""
-        memory_bytes, fraction = self.cluster.gpu.memory_bytes, self.question.memory_fraction
+        memory_bytes = self.cluster.gpu.memory_bytes
+        fraction = self.question.memory_fraction
         return MemoryLimit(gpu_memory_bytes=memory_bytes, memory_fraction=fraction)
 
 
@@ -517,7 +518,8 @@ class Plan(Answer, OnFirstUse):
         content |= self.memory_limit.to_dict() | {"context_len": self.context_len}
         about = self.first.headline() | {"ties": list(self.ties)}
         content |= {"best": about if self.feasible else None, "nearest": None if self.feasible else about}
-        fastest, deployable = self.fastest, self.deployable
+        fastest = self.fastest
+        deployable = self.deployable
         content["fastest"] = None if fastest is None else fastest.headline()
         content["deployable"] = None
         if deployable is not None:

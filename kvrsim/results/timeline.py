@@ -180,7 +180,8 @@ def trace_events(spans: Sequence[Span], ranks: Sequence[str], name: str = "", nu
     streams = {rank: _Stream(moments) for rank, moments in by_rank.items()}
     for index, span in enumerate(spans):
         moves = span.kind == "transfer"
-        pid, tid = first + span.rank, tracks[index][1] if moves else _COMPUTE
+        pid = first + span.rank
+        tid = tracks[index][1] if moves else _COMPUTE
         begin, end = _ns(span, moves=moves)
         args: Event = {"layer": span.layer, "kind": span.kind, "op": span.op}
         if span.nbytes is not None:
@@ -214,7 +215,8 @@ class _Stream:
 
 def _ns(span: Span, *, moves: bool = False) -> tuple[int, int]:
     """Begin and end in nanoseconds; a message lasts at least one."""
-    begin, end = round(span.start_s * 1e9), round(span.end_s * 1e9)
+    begin = round(span.start_s * 1e9)
+    end = round(span.end_s * 1e9)
     return begin, max(end, begin + 1) if moves else end
 
 
@@ -249,7 +251,8 @@ def _names(
     for index, track in tracks.items():
         links.setdefault(spans[index].rank, set()).add(track)
     for rank, names in enumerate(ranks):
-        pid, of = first + rank, f"{name}, " if name else ""
+        pid = first + rank
+        of = f"{name}, " if name else ""
         yield from _name_event("process", pid, None, of + names)
         for label, tid in sorted({("compute", _COMPUTE), *links.get(rank, ())}, key=lambda track: track[1]):
             yield from _name_event("thread", pid, tid, label)

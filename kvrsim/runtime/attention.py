@@ -102,7 +102,8 @@ def chunk_attention(query: Any, key: Any, value: Any, scale: float | None = None
         return _on_cuda(query, key, value, scale)
     prefix_len = key.shape[2] - query.shape[2]
     merged = Merged()
-    own_key, own_value = key[:, :, prefix_len:], value[:, :, prefix_len:]
+    own_key = key[:, :, prefix_len:]
+    own_value = value[:, :, prefix_len:]
     merged.add(*_flash_cpu(query, own_key, own_value, scale, causal=query.shape[2] > 1))
     if prefix_len:
         merged.add(*_flash_cpu(query, key[:, :, :prefix_len], value[:, :, :prefix_len], scale, causal=False))
@@ -115,7 +116,8 @@ def lower_right(
     """Return causal attention of the last c of S tokens with the kernel that the model was loaded with."""
     if kernel == "flash":
         return chunk_attention(query, key, value, scale, window)
-    chunk_len, length = query.shape[2], key.shape[2]
+    chunk_len = query.shape[2]
+    length = key.shape[2]
     if kernel == "eager":
         return _eager(query, key, value, scale, _mask(query, length, window))[0]
     needs_mask = (window is not None and window < length) or 1 < chunk_len < length
@@ -132,7 +134,8 @@ def in_query_blocks(
 
     A chunk without a prefix takes one call of SDPA, which leaves out the masked half itself.
     """
-    num_queries, prefix_len = query.shape[2], key.shape[2] - query.shape[2]
+    num_queries = query.shape[2]
+    prefix_len = key.shape[2] - query.shape[2]
     if prefix_len == 0 and kernel != "eager":
         blocks = 1
     ends = sorted({num_queries * number // blocks for number in range(blocks + 1)})
@@ -169,9 +172,11 @@ class Merged:
     def add(self, out: Any, lse: Any, first: int = 0) -> None:
         """Merge a block's result for the queries from `first` on."""
         if self.out is None:
-            self.out, self.lse = out.float(), lse
+            self.out = out.float()
+            self.lse = lse
             return
-        earlier, earlier_lse = self.out[:, :, first:], self.lse[:, :, first:]
+        earlier = self.out[:, :, first:]
+        earlier_lse = self.lse[:, :, first:]
         share = torch.sigmoid(lse - earlier_lse).unsqueeze(-1)
         earlier.copy_(torch.lerp(earlier, out.float(), share))
         earlier_lse.copy_(torch.logaddexp(earlier_lse, lse))
@@ -186,7 +191,8 @@ def _mask(query: Any, length: int, window: int | None = None) -> Any:
 
 def _in_window(query: Any, key: Any, value: Any, scale: float | None, window: int) -> Any:
     """Attend in blocks of about one window of queries; each block uses the keys that its queries see."""
-    prefix_len, parts = key.shape[2] - query.shape[2], []
+    prefix_len = key.shape[2] - query.shape[2]
+    parts = []
     block_len = max(window, _LEAST_BLOCK)
     for start in range(0, query.shape[2], block_len):
         block = query[:, :, start : start + block_len]
@@ -215,7 +221,8 @@ def _flash_cpu(query: Any, key: Any, value: Any, scale: float | None, *, causal:
 
     Without a mask, all query heads of a KV head are joined along the token axis, so that K and V are not repeated.
     """
-    kernel, shape = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, query.shape
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    shape = query.shape
     if causal:
         key, value = (repeat_heads(part, shape[1]) for part in (key, value))
     else:

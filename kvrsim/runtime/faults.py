@@ -31,7 +31,8 @@ class LinkError(KvrsimError):
     """A message did not arrive or leave in time; `peer`: the other rank."""
 
     def __init__(self, peer: int | None, reason: str) -> None:
-        self.peer, self.reason = peer, reason
+        self.peer = peer
+        self.reason = reason
         super().__init__(reason)
 
 

@@ -207,7 +207,9 @@ def _layout(mixer: Mixer | None, config: Any, attention: Attention) -> Layout:
         widths = (mixer.kv_lora_rank, mixer.qk_rope_head_dim)
         return KvLayout(num_key_value_heads=1, head_dim=widths[0], v_head_dim=widths[1], is_latent=True)
     assert isinstance(mixer, Softmax)
-    kv_heads, repeats, returned = mixer.num_key_value_heads, 1, 1
+    kv_heads = mixer.num_key_value_heads
+    repeats = 1
+    returned = 1
     if config.model_type == "falcon" and config.new_decoder_architecture:
         # Falcon 40B repeats each KV head for every query head that shares it, and expects repeated heads.
         repeats = returned = mixer.num_attention_heads // kv_heads

@@ -12,7 +12,8 @@ from kvrsim.errors import InputError
 from kvrsim.version import __version__
 
 # Cores that other processes may use without disturbing a measurement: part of a core, or a share of a large host.
-_BUSY_CORES, _BUSY_SHARE = 0.25, 1 / 16
+_BUSY_CORES = 0.25
+_BUSY_SHARE = 1 / 16
 _SAMPLE_S = 0.3  # the CPU accounting of the system is too coarse for a shorter sample
 
 

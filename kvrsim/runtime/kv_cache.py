@@ -51,7 +51,8 @@ class KvBuffer:
 
     def __init__(self, geometry: Geometry, layout: KvLayout, chunk: Chunk, memory: Any = None) -> None:
         """memory: see `memory_of`."""
-        self.layout, self.chunk = layout, chunk
+        self.layout = layout
+        self.chunk = chunk
         self.first_seen = layout.first_seen(chunk.start)
         self.first = self.first_seen if chunk.total_len is None else 0  # position of the token in the first row
         self.total_len = chunk.total_len or chunk.end
@@ -102,7 +103,9 @@ class StateBuffer:
 
     def __init__(self, geometry: Geometry, layout: StateLayout, chunk: Chunk, memory: Any = None) -> None:
         """memory: see `memory_of`."""
-        self.layout, self.chunk, self.data = layout, chunk, memory_of(geometry, layout, chunk, memory)
+        self.layout = layout
+        self.chunk = chunk
+        self.data = memory_of(geometry, layout, chunk, memory)
         split = chunk.batch * prod(layout.recurrent) * RECURRENT_BYTES
         self.recurrent = self.data[:split].view(torch.float32).view(chunk.batch, *layout.recurrent)
         self.conv = self.data[split:].view(geometry.dtype).view(chunk.batch, layout.conv_channels, layout.conv_tokens)
@@ -161,7 +164,8 @@ class PrefixCache(Cache):  # type: ignore[misc]
     """A transformers Cache of a prefix and a chunk; every forward overwrites the chunk, so the cache never grows."""
 
     def __init__(self, buffers: Sequence[Buffer], listener: CacheListener | None = None) -> None:
-        self.buffers, self.listener = tuple(buffers), listener or CacheListener()
+        self.buffers = tuple(buffers)
+        self.listener = listener or CacheListener()
         super().__init__(layers=[self._layer(index, buffer) for index, buffer in enumerate(buffers)])
 
     def _layer(self, index: int, buffer: Buffer) -> Any:
@@ -200,8 +204,11 @@ class _PrefixLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, listener: CacheListener, index: int, buffer: KvBuffer) -> None:
         super().__init__()
-        self.listener, self.index, self.buffer = listener, index, buffer
-        self.is_initialized, self.is_sliding = True, buffer.layout.sliding_window is not None
+        self.listener = listener
+        self.index = index
+        self.buffer = buffer
+        self.is_initialized = True
+        self.is_sliding = buffer.layout.sliding_window is not None
 
     def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
         """Do nothing: the buffer exists already."""
@@ -231,7 +238,9 @@ class _StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
 
     def __init__(self, listener: CacheListener, index: int, buffer: StateBuffer) -> None:
         super().__init__()
-        self.listener, self.index, self.buffer = listener, index, buffer
+        self.listener = listener
+        self.index = index
+        self.buffer = buffer
         if buffer.chunk.start:
             self.conv_states[0], self.recurrent_states[0] = buffer.conv, buffer.recurrent
             self.has_previous_state[0] = True
@@ -247,7 +256,8 @@ class _StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
 
     def update_conv_state(self, conv_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
         self.fetch()
-        conv, tokens = self.buffer.conv, self.buffer.layout.conv_tokens
+        conv = self.buffer.conv
+        tokens = self.buffer.layout.conv_tokens
         inputs = torch.cat([conv, conv_states], dim=-1) if self.buffer.chunk.start else conv_states
         missing = tokens - inputs.shape[-1]
         conv.copy_(functional.pad(inputs, (missing, 0)) if missing > 0 else inputs[..., inputs.shape[-1] - tokens :])

@@ -64,7 +64,8 @@ class MarkRecorder:
 
     def mark(self, name: str, layer: int | None = None, **message: Any) -> None:
         """Record the host's time and the end of all earlier work on the device; `message` has peer and nbytes."""
-        event, now_s = self._event(), time.monotonic()
+        event = self._event()
+        now_s = time.monotonic()
         if not self.moments:
             self.start_s = now_s
         self.moments.append((dict(name=name, layer=layer, **message), event, now_s))
@@ -101,7 +102,8 @@ class CudaClock(MarkRecorder):
 
     def __init__(self, cuda: Any, all_streams: bool = False) -> None:
         super().__init__()
-        self.cuda, self.all_streams = cuda, all_streams
+        self.cuda = cuda
+        self.all_streams = all_streams
 
     def start(self, hold_s: float = 0.0) -> None:
         super().start()
@@ -142,7 +144,8 @@ def without_marks(marks: Sequence[Mark]) -> list[Mark]:
 
     Host times are unchanged, because real prefills also mark their layers.
     """
-    empty, rest = marks[: _EMPTY_MARKS + 1], marks[_EMPTY_MARKS + 1 :]
+    empty = marks[: _EMPTY_MARKS + 1]
+    rest = marks[_EMPTY_MARKS + 1 :]
     gaps = [after.device_s - before.device_s for before, after in pairwise(empty)]
     one_s = float(np.median(gaps)) if gaps else 0.0
     reduced: list[Mark] = []
@@ -240,27 +243,34 @@ def timeline_of(strategy: str, traces: Sequence[RankTrace]) -> Timeline:
 
 def own_spans(trace: RankTrace, strategy: str, offset_s: float = 0.0) -> Iterator[Span]:
     """Yield spans of the rank's computation and waits; its first mark is at `offset_s`."""
-    states, running = {mark.layer for mark in trace.of("scan")}, "embedding"
+    states = {mark.layer for mark in trace.of("scan")}
+    running = "embedding"
     for first, second in pairwise(trace.marks):
         running = _BEGINS.get(first.name, running)
         payload = _payload(strategy, is_state=first.layer in states)
         kind: SpanKind = "compute"
-        name, op = running, _OPS[running]
+        name = running
+        op = _OPS[running]
         if first.name == "wait":
             gathers = "all-reduce" if strategy == "tp" else "all-gather"
             name = gathers if second.peer is None else f"{payload} from rank {second.peer}"
-            kind, op = "wait", payload
+            kind = "wait"
+            op = payload
         elif first.name == "send" and second.name in _AFTER_SEND:  # gloo's send returns after the write to the socket
-            name, kind, op = f"send to rank {first.peer}", "wait", payload
+            name = f"send to rank {first.peer}"
+            kind = "wait"
+            op = payload
         elif running == "append" and first.layer in states:
-            name, op = "scan", _OPS["scan"]
+            name = "scan"
+            op = _OPS["scan"]
         elif running == "append" and strategy in _ASSEMBLED:
             name = "assemble"
         elif running == "head" and not (trace.emits_token and second.name == "token"):
             continue
         if second.device_s > first.device_s:
             layer = None if name == "head" else first.layer
-            start_s, end_s = first.device_s + offset_s, second.device_s + offset_s
+            start_s = first.device_s + offset_s
+            end_s = second.device_s + offset_s
             yield Span(rank=trace.rank, kind=kind, op=op, name=name, layer=layer, start_s=start_s, end_s=end_s)
 
 
@@ -278,8 +288,10 @@ def _transfers(trace: RankTrace, traces: Sequence[RankTrace], strategy: str, zer
     states = {mark.layer for mark in trace.of("scan")}
     for send in trace.of("send"):
         assert send.peer is not None
-        start_s, end_s = trace.start_s + send.device_s - zero_s, next(arrivals[send.peer]) - zero_s
+        start_s = trace.start_s + send.device_s - zero_s
+        end_s = next(arrivals[send.peer]) - zero_s
         payload = _payload(strategy, is_state=send.layer in states)
         message: dict[str, Any] = dict(op=payload, layer=send.layer, peer=send.peer, nbytes=send.nbytes)
-        name, end_s = f"{payload} {trace.rank}→{send.peer}", max(end_s, start_s)
+        name = f"{payload} {trace.rank}→{send.peer}"
+        end_s = max(end_s, start_s)
         yield Span(rank=trace.rank, kind="transfer", name=name, start_s=start_s, end_s=end_s, **message)

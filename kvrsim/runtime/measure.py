@@ -45,7 +45,9 @@ class Stopwatch:
 
     def __init__(self, transport: Transport, forward: ModelForward, plans: Sequence[RunPlan], seed: int = 0) -> None:
         """`plans` determine the size of the memory; a plan that needs more memory gets its own."""
-        self.transport, self.forward, self.seed = transport, forward, seed
+        self.transport = transport
+        self.forward = forward
+        self.seed = seed
         self.one_host = len(set(transport.exchange(platform.node()))) == 1  # ranks on several hosts share no clock
         chunks = [exchange_of(plan.strategy).chunk_of(plan, transport.rank, transport.size) for plan in plans]
         rows = max(0 if chunk is None else chunk.total_len or chunk.end for chunk in chunks)
@@ -95,7 +97,8 @@ def measure(transport: Transport, forward: ModelForward, job: Job) -> Report:
     one process. The latter runs first, so that its KV cache and those of the plans are not in device memory together.
     Every rank returns the same report.
     """
-    plans, seed = job.plans, job.model.seed
+    plans = job.plans
+    seed = job.model.seed
     references: dict[int, Any] = {}
     for plan in plans if job.check_logits else ():
         last = exchange_of(plan.strategy).first_token_rank(plan, transport.size)
@@ -196,7 +199,9 @@ class _VirtualTransport(Transport):
     """A transport without messages: all ranks share one memory, so nothing must be exchanged."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.name = rank, size, "virtual"
+        self.rank = rank
+        self.size = size
+        self.name = "virtual"
 
     def isend(self, tensor: Any, dst: int) -> Pending:
         return self

@@ -85,7 +85,8 @@ class ModelForward:
 
     def __init__(self, model: Any, geometry: Geometry | None = None) -> None:
         """geometry: that of a part of the model; None: that of the whole model."""
-        self.model, self.geometry = model, geometry or Geometry.of(model)
+        self.model = model
+        self.geometry = geometry or Geometry.of(model)
         self.vocab_size = int(model.config.vocab_size)
         self.digest = hashlib.sha256(model.config.to_json_string().encode()).hexdigest()[:16]  # digest of the config
 

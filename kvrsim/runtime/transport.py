@@ -140,7 +140,10 @@ class LinkGroups:
         gathers: Sequence[Sequence[int]],
         timeout_s: float,
     ) -> None:
-        self.rank, self.backend, self.device, self._timeout = rank, backend, device, timedelta(seconds=timeout_s)
+        self.rank = rank
+        self.backend = backend
+        self.device = device
+        self._timeout = timedelta(seconds=timeout_s)
         if backend == "nccl":
             os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(MAX_BLOCKS))
         self._edges = {edge: self._group(edge, is_edge=True) for edge in edges}
@@ -249,12 +252,15 @@ class DistributedTransport(Transport):
 
         Raises LinkError if the other ranks are not reached, InputError for an impossible backend.
         """
-        self.slot, self.rank, self.size = slot, slot.rank, how.num_ranks
+        self.slot = slot
+        self.rank = slot.rank
+        self.size = how.num_ranks
         if how.device == "cuda":
             self.device = torch.device("cuda", local % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         torch.set_num_threads(how.threads)
-        self._everyone, is_one = range(self.size), self.size == 1
+        self._everyone = range(self.size)
+        is_one = self.size == 1
         if not is_one:
             with _link_errors(None, "no connection to the other ranks"):
                 timeout = timedelta(seconds=how.timeout_s)
@@ -385,7 +391,9 @@ class _StampedMessage:
     """A message and the stamp that is sent before it: the earliest time at which the receiver may see the message."""
 
     def __init__(self, stamp: Any, *messages: Pending) -> None:
-        self.stamp, self.messages = stamp, messages  # stamp None: the sender's side
+        # stamp None: the sender's side
+        self.stamp = stamp
+        self.messages = messages
 
     def wait(self) -> None:
         for message in self.messages:
@@ -424,7 +432,8 @@ class EmulatedTransport(DistributedTransport):
         stamp = torch.empty(1, dtype=torch.float64)
         return _StampedMessage(stamp, super().irecv(stamp, src), super().irecv(tensor, src))
 
-    all_gather, all_reduce = Transport.all_gather, Transport.all_reduce
+    all_gather = Transport.all_gather
+    all_reduce = Transport.all_reduce
 
 
 def open_transport(how: RankSettings, slot: RankSlot, local: int) -> DistributedTransport:

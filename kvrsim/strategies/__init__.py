@@ -144,7 +144,8 @@ def rare_names(num_gpus: int, *, is_mixture: bool) -> tuple[str, ...]:
         if 1 < tensor < num_gpus:
             names += [f"{head}{name}" for name in _IN_RARE_HYBRIDS]
         for stages in [power for power in powers if num_gpus % (tensor * power) == 0]:
-            rest, middle = num_gpus // (tensor * stages), f"pp{stages}+" * (stages > 1)
+            rest = num_gpus // (tensor * stages)
+            middle = f"pp{stages}+" * (stages > 1)
             layouts = [f"{head}{middle}{part}{rest}{end}" for part, end in (("cp", ""), ("cp", "-i"), ("dp", ""))]
             if rest == 1:
                 layouts = [f"{head}{middle}".removesuffix("+")] * (stages > 1)

@@ -177,7 +177,8 @@ class Step:
 
     def attention_share(self, rank: int) -> Compute:
         """Attention of the rank's tokens, spread evenly over the context, to all keys up to their own."""
-        total, chunk = self.lengths.sum(axis=0), self.chunks[rank]
+        total = self.lengths.sum(axis=0)
+        chunk = self.chunks[rank]
         whole = self._attention("attention", total, self.cached, self.costs.mixer.attention_s(total, self.cached))
         share = chunk / np.maximum(total, 1.0)
         scores = None if whole.score_elements is None else whole.score_elements * share
@@ -223,7 +224,8 @@ class Step:
 
     def assemble_kv(self, rank: int) -> Compute:
         """Join the gathered pieces in one contiguous K and V."""
-        chunk, total = self.chunks[rank], self.starts[-1] + self.chunks[-1]
+        chunk = self.chunks[rank]
+        total = self.starts[-1] + self.chunks[-1]
         kv_bytes = None if self.times_only else self.costs.mixer.cache_bytes(total)
         return Compute(
             name="assemble", device_s=self.costs.mixer.concat_s(chunk, total - chunk), kv_bytes=kv_bytes, kind="append"

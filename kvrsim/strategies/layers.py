@@ -68,7 +68,8 @@ def request(scenario: Scenario, chunk: Array, contexts: Sequence[int] | None = N
 
     contexts: tokens of each prompt, if several begin together; None: the scenario's request.
     """
-    host, here = scenario.host, scenario.request
+    host = scenario.host
+    here = scenario.request
     each = [here.batch * here.context_len] if contexts is None else contexts
     seconds = sum(host.request_s + host.token_s * tokens for tokens in each)
     return (_hold("request", chunk, seconds),) if seconds else ()
@@ -78,7 +79,8 @@ def before_step(scenario: Scenario, chunk: Array, keys: Array, cost: CostModel) 
     """Operations before each pass through the layers: the engine's step, and the mask if it was measured."""
     if scenario.profile is None:
         return ()
-    host, element_s = scenario.host, scenario.profile.kernels.elementwise.mask_element_s
+    host = scenario.host
+    element_s = scenario.profile.kernels.elementwise.mask_element_s
     ops = [_hold("step", chunk, host.step_s, host.prepare_s)] if host.step_s or host.prepare_s else []
     if element_s and scenario.kernel != "flash":  # flash kernels take no mask
         ops.append(Compute(name="mask", device_s=cost.mask_s(chunk * keys), kind="embedding"))
@@ -99,9 +101,12 @@ def decode_step(scenario: Scenario, context: Array, cost: CostModel) -> tuple[Op
     """
     if scenario.engine is None or not scenario.engine.decode_step:
         return ()
-    one, summed = np.ones_like(context), scenario.request.batch * scenario.share.hidden_size
-    device_s, reduce_s = np.zeros_like(context), np.zeros_like(context)
-    layers, group = scenario.layer_costs(cost), scenario.group
+    one = np.ones_like(context)
+    summed = scenario.request.batch * scenario.share.hidden_size
+    device_s = np.zeros_like(context)
+    reduce_s = np.zeros_like(context)
+    layers = scenario.layer_costs(cost)
+    group = scenario.group
     for kind in scenario.share.layer_kind_index:
         costs = layers[kind]
         device_s = device_s + costs.qkv_s(one) + costs.decode_attention_s(context) + costs.output_mlp_s(one)
@@ -235,10 +240,12 @@ def supported_prefix_access(strategy: Strategy, placement: PrefixPlacement, rank
 
 def _experts(step: Step, rank: int) -> Iterator[Op]:
     """Operations of experts on other ranks: send tokens, compute the experts, return the results."""
-    routed, ranks = step.costs.experts, step.num_ranks
+    routed = step.costs.experts
+    ranks = step.num_ranks
     if routed is None or routed.exchange == "none":
         return
-    placement, own = routed.placement, step.chunks[rank]
+    placement = routed.placement
+    own = step.chunks[rank]
     if placement.gather is not None:  # ranks with equal shares, which arrive together
         together = own * placement.layout.context if ranks < placement.layout.context else step.lengths.sum(axis=0)
         tokens = together * (step.costs.setting.batch * placement.load)
@@ -278,7 +285,8 @@ def placement_refusal(strategy: Strategy, placement: PrefixPlacement) -> str | N
 
 def refusal(strategy: Strategy, model: ModelSpec, ranks: int) -> str | None:
     """The requirement that a model and number of ranks do not meet; None if they meet all."""
-    stages, context = 1, ranks
+    stages = 1
+    context = ranks
     if strategy.pipeline is not None:
         context = strategy.degrees.context or 1
         stages = ranks // context

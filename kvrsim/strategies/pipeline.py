@@ -111,8 +111,10 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
     pieces: tokens of each piece, float arrays of shape (B,). All operations of a block have the number of the stage's
     first layer.
     """
-    ops, kinds = PieceOps.of(scenario, strategy, pieces, cost), scenario.share.layer_kind_index
-    layers, context = stages(strategy, len(kinds), scenario.cluster.num_gpus), len(ops.embedding)
+    ops = PieceOps.of(scenario, strategy, pieces, cost)
+    kinds = scenario.share.layer_kind_index
+    layers = stages(strategy, len(kinds), scenario.cluster.num_gpus)
+    context = len(ops.embedding)
     ranks = [(stage, rank) for stage in range(len(layers)) for rank in range(context)]
     message: dict[str, Any] = {
         "host_s": scenario.host.message_s,
@@ -153,7 +155,8 @@ def pipeline_computes_s(
     scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cost: CostModel
 ) -> list[float]:
     """Device time of each rank's own operations, as `computes_s` of the program, which has far more operations."""
-    ops, kinds = PieceOps.of(scenario, strategy, pieces, cost), scenario.share.layer_kind_index
+    ops = PieceOps.of(scenario, strategy, pieces, cost)
+    kinds = scenario.share.layer_kind_index
     prologue, epilogue = ops.ends(scenario, cost)
 
     def total_s(own: Sequence[Op], rank: int) -> float:

@@ -99,7 +99,8 @@ def _in_turn(step: Step, rank: int, earlier_s: SecondsTo, later_s: SecondsTo) ->
     others = owners(step, rank)[1:]
     if not step.has_equal_chunks:
         return np.concatenate([earlier_s(rank, others[:rank]), later_s(rank, others[rank:])])
-    first, last = 0, step.num_ranks - 1
+    first = 0
+    last = step.num_ranks - 1
     of_earlier_s = step.of_any_rank("earlier", lambda: earlier_s(last, owners(step, last)[1:]))
     of_later_s = step.of_any_rank("later", lambda: later_s(first, owners(step, first)[1:]))
     return np.concatenate([of_earlier_s[:rank], of_later_s[rank:]])

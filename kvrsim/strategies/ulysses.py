@@ -26,7 +26,8 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     queries = own.num_attention_heads * own.head_dim
     outputs = own.num_attention_heads * own.v_head_dim
     keys_values = own.num_key_value_heads * (own.head_dim + own.v_head_dim)
-    chunk, lengths = step.chunks[rank], step.lengths
+    chunk = step.chunks[rank]
+    lengths = step.lengths
     others = (rank + np.arange(1, ranks)) % ranks
     total = lengths.sum(axis=0)
     yield step.qkv(rank)

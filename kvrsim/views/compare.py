@@ -140,7 +140,8 @@ def strategies(answers: Sequence[SavedAnswer], most: int | None = None) -> Table
     rows = by_answer("strategy", answers, number=True)
     every = [{one.strategy: one for one in answer.strategies} for answer in answers]
     for name in dict.fromkeys(name for by_name in every for name in [*by_name][:most]):
-        first, cells = every[0].get(name), list[str | Cell]()
+        first = every[0].get(name)
+        cells = list[str | Cell]()
         for one in (by_name.get(name) for by_name in every):
             ratio = "" if one is None or first is None or one is first else f" ({one.ttft_s / first.ttft_s:.2f}×)"
             misfit = "" if one is None or one.fits else ", does not fit"

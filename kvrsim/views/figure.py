@@ -36,7 +36,8 @@ def check_suffix(path: str | Path, argument: str = "plot", *, page: bool = False
 
     page: accept PAGE, too.
     """
-    suffix, accepted = Path(path).suffix.lower(), (*SUFFIXES, PAGE) if page else SUFFIXES
+    suffix = Path(path).suffix.lower()
+    accepted = (*SUFFIXES, PAGE) if page else SUFFIXES
     if suffix not in accepted:
         raise InputError(argument, path, f"a file name that ends in {', '.join(accepted[:-1])} or {accepted[-1]}")
     return suffix
@@ -71,8 +72,13 @@ def encode_figure(figure: Figure, suffix: str = ".png", *, dpi: int = 150) -> by
 WAITING = OPERATIONS["waiting"]
 HATCHED: dict[str, Any] = dict(facecolor=WAITING.colour.light, edgecolor=WAITING_LINES.light, hatch="/////")
 
-_TITLE, _LINE, _LEGEND = 0.33, 0.19, 0.235  # height of a row of each, inches
-_LETTER, _SWATCH = 0.069, 0.36  # width of a letter and of a colour sample in a legend, inches
+# height of a row of each, inches
+_TITLE = 0.33
+_LINE = 0.19
+_LEGEND = 0.235
+# width of a letter and of a colour sample in a legend, inches
+_LETTER = 0.069
+_SWATCH = 0.36
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +162,8 @@ def figure_with_head(head: Head, lanes_inches: float, left: float) -> tuple[Figu
     """
     height = head.height + lanes_inches + 0.85
     figure = drawing(head.width, height)
-    bottom, top = 0.55 / height, 1 - (head.height + 0.3) / height
+    bottom = 0.55 / height
+    top = 1 - (head.height + 0.3) / height
     head.draw(figure)
     return figure, figure.add_axes((left, bottom, 0.98 - left, top - bottom))
 

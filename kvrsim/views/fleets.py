@@ -93,7 +93,9 @@ def bests(fleets: Sequence[SavedFleet]) -> Table:
     titles |= {"$/hour": True, "TTFT": True, "upper end": True, "served": True}
     rows = Table(columns=[Column(title=title, number=number) for title, number in titles.items()])
     for fleet in fleets:
-        cost, reached_s, high_s = fleet.cost_per_hour, fleet.target_ttft_s, fleet.high_s
+        cost = fleet.cost_per_hour
+        reached_s = fleet.target_ttft_s
+        high_s = fleet.high_s
         rows.add_row(
             fleet.name if fleet.is_answer else f"{fleet.name} (nearest miss)",
             fleet.groups,

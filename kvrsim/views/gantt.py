@@ -29,7 +29,8 @@ _LINK_BAR = (0.27, 0.38)
 def draw_gantt(timeline: Timeline, title: str, subtitle: str) -> Figure:
     """Draw ranks x seconds; the interactive page (views/timeline.py) can zoom."""
     with chart_style():
-        ranks, entries = timeline.num_ranks, legend_entries(timeline.spans, alternates=not is_pipeline(timeline))
+        ranks = timeline.num_ranks
+        entries = legend_entries(timeline.spans, alternates=not is_pipeline(timeline))
         head = Head(title=title, subtitle=subtitle, width=WIDTH, entries=entries)
         lanes = min(10.0, max(0.9, ranks * (0.34 if ranks <= MAX_DETAILED_RANKS else 0.11)))
         figure, axes = figure_with_head(head, lanes, left=0.07 if timeline.gpus_per_rank == 1 else 0.115)
@@ -39,7 +40,8 @@ def draw_gantt(timeline: Timeline, title: str, subtitle: str) -> Figure:
 
 def draw_timeline(axes: Axes, timeline: Timeline, end_s: float, *, title: str = "") -> None:
     """Draw one lane per rank from 0 to `end_s`, with seconds below, and mark TTFT, when the last rank ends."""
-    ranks, end_s = timeline.num_ranks, max(end_s, 1e-12)
+    ranks = timeline.num_ranks
+    end_s = max(end_s, 1e-12)
     _draw_lanes(axes, timeline.spans, end_s, alternates=not is_pipeline(timeline))
     axes.set_xlim(0.0, end_s)
     set_lanes(axes, timeline.rank_names, "seconds")
@@ -89,13 +91,15 @@ def _draw_lanes(axes: Axes, spans: Iterable[Span], end_s: float, *, alternates: 
     lanes: dict[tuple[int, bool], dict[str, list[tuple[float, float]]]] = {}
     waits: list[tuple[tuple[float, float], ...]] = []
     for span in spans:
-        moves, operation = span.kind == "transfer", operation_of(span.kind, span.op)
+        moves = span.kind == "transfer"
+        operation = operation_of(span.kind, span.op)
         colour = operation.colour.light
         colour = fade(colour) if alternates and span.layer is not None and span.layer % 2 else colour
         until_s = max(span.end_s, span.start_s + 2 * pixel_s) if moves else span.end_s
         lanes.setdefault((span.rank, moves), {}).setdefault(colour, []).append((span.start_s, until_s))
         if operation is WAITING and span.duration_s > _HATCHED * pixel_s:
-            top, bottom = span.rank + _BAR[0], span.rank + _BAR[1]
+            top = span.rank + _BAR[0]
+            bottom = span.rank + _BAR[1]
             ends_s = span.start_s, span.end_s
             waits.append(((ends_s[0], top), (ends_s[1], top), (ends_s[1], bottom), (ends_s[0], bottom)))
     for (rank, moves), by_colour in lanes.items():

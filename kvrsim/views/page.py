@@ -358,7 +358,8 @@ class Summary:
 
     def to_html(self) -> str:
         """Escaped and compact markup, the answer first; a long table shows only its first rows."""
-        first, rest = self.rows[:_MOST_ROWS], len(self.rows) - _MOST_ROWS
+        first = self.rows[:_MOST_ROWS]
+        rest = len(self.rows) - _MOST_ROWS
         more = [f"{rest} more rows: to_frame() has all."] if rest > 0 else []
         body = table(self.columns, first, caption=self.caption, sortable=False)
         notes = items([*more, *self.notes])

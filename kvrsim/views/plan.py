@@ -53,8 +53,10 @@ def _draw_ttfts(plan: Plan, line: str) -> Figure:
         )
         room = 1.05
         for place, one in enumerate(rows):
-            colour, label = strategy_colour(one.strategy).light, _label(plan, one)
-            face, end_s = colour if one.fits else "none", min(one.ttft_high_s, most_s)
+            colour = strategy_colour(one.strategy).light
+            label = _label(plan, one)
+            face = colour if one.fits else "none"
+            end_s = min(one.ttft_high_s, most_s)
             axes.barh(place, min(one.ttft_s, most_s), height=0.66, facecolor=face, edgecolor=colour, linewidth=1.2)
             if one.ttft_s > most_s:
                 label += ", cut off"

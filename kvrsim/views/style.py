@@ -45,8 +45,10 @@ class Operation:
 
 
 GROUND = Colour("#ffffff", "#16191d")
-TEXT, FAINT_TEXT = Colour("#2b2f36", "#e6e8eb"), Colour("#5b616b", "#a3a9b3")
-INK, DIM = TEXT.light, FAINT_TEXT.light
+TEXT = Colour("#2b2f36", "#e6e8eb")
+FAINT_TEXT = Colour("#5b616b", "#a3a9b3")
+INK = TEXT.light
+DIM = FAINT_TEXT.light
 
 _TABLE = json.loads((Path(__file__).parents[1] / "data" / "colours.json").read_text("utf-8"))
 # Colours by family, then by strategy: strategies of a family have similar colours.
@@ -84,8 +86,10 @@ def strategy_colour(name: str) -> Colour:
     if stages := _STAGES.fullmatch(name):
         split = STRATEGY_COLOURS["pp-s" if stages[1] else "pp"]
         return split if stages[2] is None else split.mix(TEXT, _share(int(stages[2])) - _OF_STAGES)
-    colours, number = list(STRATEGY_COLOURS.values()), crc32(name.encode())
-    first, further = number % len(colours), 1 + number // len(colours) % (len(colours) - 1)
+    colours = list(STRATEGY_COLOURS.values())
+    number = crc32(name.encode())
+    first = number % len(colours)
+    further = 1 + number // len(colours) % (len(colours) - 1)
     return colours[first].mix(colours[(first + further) % len(colours)], 0.5)
 
 

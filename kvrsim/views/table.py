@@ -107,7 +107,8 @@ def interval_title(coverage: float | None) -> str:
 
 def format_interval(low_s: float, high_s: float) -> str:
     """Format both ends in the unit of the upper end: "612–771 ms", "0.819–1.05 s"."""
-    low, high = format_seconds(low_s), format_seconds(high_s)
+    low = format_seconds(low_s)
+    high = format_seconds(high_s)
     number, unit = low.split(" ")
     if not high.endswith(f" {unit}"):
         number = f"{low_s / high_s * float(high.split(' ')[0]):.3g}"

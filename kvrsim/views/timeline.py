@@ -105,7 +105,8 @@ def _columns(
     clock = 0
     for span, basis in sorted(spans, key=lambda pair: pair[0].start_s):
         kind = (variable_of(span.kind, span.op), span.name, span.peer, span.nbytes, basis)
-        start, ticks = round(span.start_s / tick_s), max(1, round(span.duration_s / tick_s))
+        start = round(span.start_s / tick_s)
+        ticks = max(1, round(span.duration_s / tick_s))
         columns["kind"].append(kinds.setdefault(kind, len(kinds)))
         columns["layer"].append(-1 if span.layer is None else span.layer)
         columns["gap"].append(start - clock)

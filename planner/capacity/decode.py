@@ -147,7 +147,9 @@ class Decoding:
     """Sizes the fleets that decode within a TPOT. The batches of groups are kept per mean context."""
 
     def __init__(self, scenario: Scenario, limits: FleetLimits, tpot_s: float) -> None:
-        self.scenario, self.limits, self.tpot_s = scenario, limits, tpot_s
+        self.scenario = scenario
+        self.limits = limits
+        self.tpot_s = tpot_s
         self._groups: dict[int, list[_DecodeGroup]] = {}
         self._step_s: dict[tuple[int, int, int], float] = {}  # key: GPUs, batch, context
 

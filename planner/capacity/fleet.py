@@ -119,7 +119,8 @@ class Overlap:
 
         Returns the start on rank 0, and when each rank is free afterwards; the last rank gives the first token.
         """
-        finish, delay_s = self.finish[length_class], 0.0
+        finish = self.finish[length_class]
+        delay_s = 0.0
         ends_s = []
         for end, slack, busy_s in zip(finish, self.slack[length_class], free_s, strict=True):
             late_s = busy_s - begin_s - slack * alone_s
@@ -196,11 +197,15 @@ def run_pool(pool: Pool) -> PoolRun:
         return _run_packed(pool, pool.service.packing)
     if _is_equal(pool):
         return _run_equal(pool)
-    service, overlap = pool.service, pool.service.overlap
-    run, num_ranks = overlap.run, overlap.num_ranks
+    service = pool.service
+    overlap = pool.service.overlap
+    run = overlap.run
+    num_ranks = overlap.num_ranks
     free = [(-_NEVER, group) for group in range(pool.replicas)]
     ranks = [[-_NEVER] * num_ranks for _ in range(pool.replicas)]
-    begins, ends, groups = [], [], []
+    begins = []
+    ends = []
+    groups = []
     rows = (pool.arrival_s, service.ttft_s, service.length_class, service.hold_s)
     for arrival, alone, length_class, hold in zip(*(column.tolist() for column in rows), strict=True):
         ready, group = free[0]
@@ -240,7 +245,8 @@ def _run_equal(pool: Pool) -> PoolRun:
     last rank sees; f_0 separates those on rank 0 unless senders wait for later ranks.
     """
     service = pool.service
-    length_class, alone_s = int(service.length_class[0]), float(service.ttft_s[0])
+    length_class = int(service.length_class[0])
+    alone_s = float(service.ttft_s[0])
     period_s = alone_s * service.overlap.periods[length_class]
     first_s = alone_s * service.overlap.finish[length_class][0]
     start_s = _starts_s(pool.arrival_s, period_s)
@@ -264,13 +270,20 @@ def _run_packed(pool: Pool, packing: Packing) -> PoolRun:
     When the first stage of a group is free, its next step takes the rest of the prompt that the group has begun, then
     prompts of the queue. A group with a begun prompt continues without the queue; idle groups wait for the queue.
     """
-    service, count = pool.service, len(pool.arrival_s)
-    begin_s, end_s, served_by = np.full(count, np.inf), np.full(count, np.inf), np.zeros(count, dtype=np.int64)
+    service = pool.service
+    count = len(pool.arrival_s)
+    begin_s = np.full(count, np.inf)
+    end_s = np.full(count, np.inf)
+    served_by = np.zeros(count, dtype=np.int64)
     free_s = [[-_NEVER] * packing.num_stages for _ in range(pool.replicas)]  # time at which each stage is free
     begun: list[PartialPrompt | None] = [None] * pool.replicas
     idle = [(-_NEVER, group) for group in range(pool.replicas)]
     busy: list[tuple[float, int]] = []  # (time when the first stage is free, group) of each busy group
-    arrivals, queue, arrived, total_s, now = [*pool.arrival_s.tolist(), _NEVER], deque[int](), 0, 0.0, -_NEVER
+    arrivals = [*pool.arrival_s.tolist(), _NEVER]
+    queue = deque[int]()
+    arrived = 0
+    total_s = 0.0
+    now = -_NEVER
     rule = PackingRule(service.new_tokens.tolist(), service.cached_prefix.tolist(), packing.budget, packing.most_tokens)
 
     def run_step(group: int) -> None:
@@ -278,8 +291,10 @@ def _run_packed(pool: Pool, packing: Packing) -> PoolRun:
         pieces, begun[group] = rule.step(begun[group], queue)
         begin_s[[piece.prompt for piece in pieces if piece.is_first]] = now
         total_s += packing.run(free_s[group], now, pieces)
-        done, free = [piece.prompt for piece in pieces if piece.is_last], free_s[group]
-        end_s[done], served_by[done] = free[-1], group
+        done = [piece.prompt for piece in pieces if piece.is_last]
+        free = free_s[group]
+        end_s[done] = free[-1]
+        served_by[done] = group
         if hold_s := service.hold_s[done].max(initial=0.0):
             free_s[group] = [free[-1] + hold_s] * len(free)
         heappush(busy, (free_s[group][0], group))
@@ -334,12 +349,14 @@ def run_fleet(
 ) -> FleetRun:
     """Serve a workload; `services` has its service times by type of group, `serve` simulates one pool."""
     pool_of = route(workload.new_tokens, services, fleet)
-    ttft_s, begin_s = np.full(len(workload), np.inf), np.full(len(workload), np.inf)
+    ttft_s = np.full(len(workload), np.inf)
+    begin_s = np.full(len(workload), np.inf)
     busy_gpu_s = 0.0
     for index, group in enumerate(fleet):
         mine = np.flatnonzero(pool_of == index)
         if len(mine):
-            arrival_s, service = workload.arrival_s[mine], services[group.type].select(mine)
+            arrival_s = workload.arrival_s[mine]
+            service = services[group.type].select(mine)
             run = serve(Pool(arrival_s=arrival_s, service=service, replicas=group.replicas))
             ttft_s[mine], begin_s[mine] = run.end_s - arrival_s, run.begin_s
             busy_gpu_s += run.busy_s * group.type.gpus

@@ -67,8 +67,10 @@ def launch_of_fleet(plan: CapacityPlan, engine_name: str, *, model: str) -> Laun
 def _servers(
     plan: CapacityPlan, groups: tuple[GroupAnswer, ...], engine: DeployEngine, model: str
 ) -> Iterator[_Servers]:
-    decoders, budget = plan.decode_fleet, plan.request.pack_tokens
-    longest_tokens, most = plan.longest_sequence, plan.scenario.model.max_position_embeddings
+    decoders = plan.decode_fleet
+    budget = plan.request.pack_tokens
+    longest_tokens = plan.longest_sequence
+    most = plan.scenario.model.max_position_embeddings
     ends = list[str]()
     if most is not None and longest_tokens > most:
         ends = [f"the model has {most} positions: some outputs end there, before their {longest_tokens} tokens"]
@@ -79,7 +81,8 @@ def _servers(
         request = replace(plan.scenario.request, context_len=high, cached_prefix=0, batch=1)
         here = replace(plan.scenario.on_gpus(group.gpus_per_group), request=request)
         longest = Search().candidate(here, get_strategy(_strategy(group)))
-        layout, pieces = layout_for(engine, here, longest.strategy), longest.partition.chunk_lens
+        layout = layout_for(engine, here, longest.strategy)
+        pieces = longest.partition.chunk_lens
         notes = list(ends)
         if budget is not None:
             pieces = (budget,) * -(-high // budget)

@@ -65,13 +65,16 @@ class PackingRule:
     def __init__(
         self, new_tokens: Sequence[int], cached_prefix: Sequence[int], budget: int, most_tokens: float = float("inf")
     ) -> None:
-        self.new_tokens, self.cached_prefix = new_tokens, cached_prefix
-        self.budget, self.most_tokens = budget, most_tokens
+        self.new_tokens = new_tokens
+        self.cached_prefix = cached_prefix
+        self.budget = budget
+        self.most_tokens = most_tokens
 
     def step(self, begun: PartialPrompt | None, queue: deque[int]) -> tuple[list[Piece], PartialPrompt | None]:
         """Take prompts from the queue; return the pieces of the next step, and the prompt that it leaves unfinished."""
         pieces: list[Piece] = []
-        room, in_memory = self.budget, 0
+        room = self.budget
+        in_memory = 0
         while room:
             if begun is None:
                 if not queue or (pieces and in_memory + self._context(queue[0]) > self.most_tokens):
@@ -111,13 +114,18 @@ class Packing:
         if per_rank.engine is not None and per_rank.engine.decode_step:
             accepted = "with `pack_tokens`, an engine whose TTFT holds no decode step"
             raise InputError("engine", per_rank.engine.name, accepted)
-        kinds, cluster = per_rank.share.layer_kind_index, per_rank.cluster
+        kinds = per_rank.share.layer_kind_index
+        cluster = per_rank.cluster
         layers = stages(strategy, len(kinds), cluster.num_gpus) if strategy.pipeline else (range(len(kinds)),)
-        self.strategy, self.budget, self.num_stages = strategy.name, budget, len(layers)
+        self.strategy = strategy.name
+        self.budget = budget
+        self.num_stages = len(layers)
         self.most_tokens = _most_tokens_in_memory(per_rank, strategy, budget, max(longest, budget))
-        self.request_s, self.token_s = per_rank.host.request_s, per_rank.host.token_s
+        self.request_s = per_rank.host.request_s
+        self.token_s = per_rank.host.token_s
         self.holds = not per_rank.sends_overlap  # whether a stage is busy until its message has arrived
-        tokens, cost = np.arange(1, budget + 1, dtype=float), per_rank.cost
+        tokens = np.arange(1, budget + 1, dtype=float)
+        cost = per_rank.cost
         costs = per_rank.layer_costs(cost)
 
         def layer(prefix: float) -> list[list[Op]]:
@@ -128,7 +136,8 @@ class Packing:
         def device_s(ops: Iterable[Op]) -> Array:
             return sum(map(_device_s, ops), 0 * tokens)
 
-        before, first = before_step(per_rank, tokens, tokens, cost), embedding(per_rank, tokens, cost)
+        before = before_step(per_rank, tokens, tokens, cost)
+        first = embedding(per_rank, tokens, cost)
         plain = layer(0.0)
         per_kind = [device_s(op for op in ops if not _is_per_piece(op)) for ops in plain]
         # self.layers[stage][kind of layer]: number of layers
@@ -169,7 +178,8 @@ class Packing:
         waits_s = len(begun) * self.request_s + sum(begun) * self.token_s  # delay of every stage before its first layer
         spots = [self._spot(piece.tokens, piece.prefix) for piece in pieces]
         attention_s = [sum(_at(table, spot) for spot in spots) for table in self.attention_s]
-        there_s, busy_s = begin_s, 0.0
+        there_s = begin_s
+        busy_s = 0.0
         for stage, layers in enumerate(self.layers):
             issued_s = max(free_s[stage], begin_s) + waits_s
             begin = issued_s if issued_s > there_s else there_s

@@ -25,8 +25,11 @@ from planner.capacity.result import CapacityPlan, FleetAnswer, format_share
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_BLUE, _ORANGE = "#4c78a8", "#ee8434"
-_WIDTH, _HEIGHT = 8.0, 4.2  # size of the chart in inches, without its title
+_BLUE = "#4c78a8"
+_ORANGE = "#ee8434"
+# size of the chart in inches, without its title
+_WIDTH = 8.0
+_HEIGHT = 4.2
 _MOST_DOTS = 12_000  # requests drawn in a chart; with more requests, every second, third, ... is drawn
 _MOST_STEPS = 20_000  # changes of the queue drawn one by one; with more, the longest queue in each of _BINS
 _BINS = 4000
@@ -38,7 +41,8 @@ _LIMITS = {"memory": "memory limits it", "tpot": "the TPOT limits it", "requests
 
 def headline(plan: CapacityPlan) -> str:
     """One line about the target."""
-    name, target = plan.workload["name"], format_seconds(plan.slo_ttft_s)
+    name = plan.workload["name"]
+    target = format_seconds(plan.slo_ttft_s)
     return f"{plan.percentile:g} % of {name} with a TTFT of at most {target}"
 
 
@@ -92,7 +96,9 @@ def _sum_of(prefill: int, decode: int) -> str:
 
 def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
     """Labels and lines about the answer: its interval, lost requests, transfers, the fleet that decodes."""
-    fleet, sent, decoders = plan.first, plan.kv_transfer, plan.decode_fleet
+    fleet = plan.first
+    sent = plan.kv_transfer
+    decoders = plan.decode_fleet
     if (interval := fleet.interval) is not None:
         safe = "safe: it ends below" if interval.safe else "NOT safe: it ends above"
         high = math.inf if interval.high_s is None else interval.high_s
@@ -125,7 +131,8 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
             f" {decoders.context_tokens} tokens; at most {decoders.sequences_at_once} sequences at once, TPOT at most"
             f" {format_seconds(decoders.tpot_s)}",
         )
-    workload, lengths = plan.workload, plan.workload["context_tokens"]
+    workload = plan.workload
+    lengths = plan.workload["context_tokens"]
     rate = "" if workload["rate_per_s"] is None else f", {workload['rate_per_s']:.3g} a second"
     contexts = f"contexts of {lengths['p50']} (p50), {lengths['p99']} (p99) and at most {lengths['max']} tokens"
     counts = f"{workload['requests']} in {workload['duration_s']:.6g} s{rate}"
@@ -205,7 +212,8 @@ def figure(plan: CapacityPlan) -> Figure:
 
     Fleets whose upper end of the interval misses the target are marked if it must meet the target.
     """
-    front, fleet = plan.pareto(), plan.first
+    front = plan.pareto()
+    fleet = plan.first
     priced = fleet.total_cost_per_hour is not None
     unsafe = [one for one in plan.tried if plan.request.sure and not one.is_safe]
     if plan.answer is None:
@@ -262,7 +270,8 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 def summary(plan: CapacityPlan) -> Summary:
     """Fleets that meet the target, the answer first; if none does, the nearest miss."""
-    fleets, meanings = fleet_table(plan), plan.assumptions()
+    fleets = fleet_table(plan)
+    meanings = plan.assumptions()
     return Summary(
         answer=verdict(plan),
         question=_question(plan),
@@ -377,7 +386,8 @@ def waiting(run: FleetRun, most_changes: int, bins: int) -> tuple[Array, Array]:
     signs = np.repeat([1.0, -1.0], len(run.workload))
     order = np.lexsort((signs, changes))  # at equal times, departures come before arrivals
     order = order[np.isfinite(changes[order])]
-    times_s, number = changes[order], np.cumsum(signs[order])
+    times_s = changes[order]
+    number = np.cumsum(signs[order])
     last = np.append(np.diff(times_s) > 0, True)  # whether this is the last change at its time
     if last.sum() <= most_changes:
         return times_s[last], number[last]
@@ -413,7 +423,8 @@ def _fleets(plan: CapacityPlan) -> Iterable[str]:
     if plan.first.unserved == plan.first.requests:
         yield tag("p", verdict(plan))
         return
-    fleets, groups = fleet_table(plan), group_table(plan)
+    fleets = fleet_table(plan)
+    groups = group_table(plan)
     yield table(fleets.columns, fleets.rows, caption="Fleets: the answer first, then others that meet the target")
     yield from (tag("p", f"{label}: {line}.", class_="lead") for label, line in details(plan))
     yield table(groups.columns, groups.rows, caption="Where prompts go", sortable=False)

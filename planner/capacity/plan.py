@@ -88,7 +88,9 @@ class Sizing:
     """Searches of fleets for different amounts of traffic, on the same groups."""
 
     def __init__(self, scenario: Scenario, policy: StrategyPolicy, work: Work) -> None:
-        self.scenario, self.policy, self.work = scenario, policy, work
+        self.scenario = scenario
+        self.policy = policy
+        self.work = work
         self._times: ServiceTimes | None = None  # those of the last search
 
     def search(self, request: CapacityRequest, stage: str) -> Outcome:
@@ -168,9 +170,15 @@ class Sizing:
 
 def _report(outcome: Outcome, warnings: Sequence[str]) -> CapacityPlan:
     """The plan of a search: the answer, fleets beside it, reasons and notes."""
-    search, simulator, fits = outcome.search, outcome.search.simulator, outcome.fits
-    request, workloads, times = simulator.request, simulator.workloads, simulator.times
-    policy, sizes, largest = times.policy, request.limits.sizes, outcome.largest
+    search = outcome.search
+    simulator = outcome.search.simulator
+    fits = outcome.fits
+    request = simulator.request
+    workloads = simulator.workloads
+    times = simulator.times
+    policy = times.policy
+    sizes = request.limits.sizes
+    largest = outcome.largest
     fleets = outcome.feasible
     infeasible = search.infeasible(fits)
     nearest = None
@@ -238,7 +246,8 @@ def _engines_of(fleet: FleetAnswer, largest: Scenario) -> str | None:
 
 def _would_meet(nearest: FleetAnswer, simulator: FleetSimulator) -> Iterator[str]:
     """Changed targets that the fleet meets: a longer TTFT or TPOT, a lower percentile, or shorter contexts."""
-    request, times = simulator.request, simulator.times
+    request = simulator.request
+    times = simulator.times
     if nearest.meets:  # no fleet decodes for it
         least_s = simulator.least_tpot_s(nearest.runs)
         if least_s is not None and request.tpot_s is not None and least_s > request.tpot_s:

@@ -32,7 +32,10 @@ _MEANING = "80 % interval: the error of the prefill times, by simulation at both
 MEANING_OF_TRACE = _MEANING + "block bootstrap over segments of this trace; it covers no other days"
 MEANING_OF_DRAWN = _MEANING + "Student's t over the percentiles of independent replications"
 _GAIN = 0.01  # least relative gain in TTFT of each more expensive fleet on the Pareto front
-_BLOCKS, _LEAST_IN_BLOCK, _DRAWS, _THRESHOLDS = 40, 25, 400, 2000
+_BLOCKS = 40
+_LEAST_IN_BLOCK = 25
+_DRAWS = 400
+_THRESHOLDS = 2000
 
 Ends = tuple[float, float] | None  # ends of an interval; None: unknown, or requests are never served
 

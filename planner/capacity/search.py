@@ -56,11 +56,15 @@ from planner.capacity.workload import Workload
 _PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 92.5, 95, 96, 97, 98, 98.5, 99, 99.5, 99.9, 100)
 _REQUEST_QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
 _WORK_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
-_OPTIONS, _OPTIONS_OF_MANY = 10, 3  # numbers of groups that are tried above the least one of a bucket
+# numbers of groups that are tried above the least one of a bucket
+_OPTIONS = 10
+_OPTIONS_OF_MANY = 3
 _SAFE_LOAD = 0.9  # factor on the mean number of busy groups for a lower bound, since a trace may end with a backlog
 _REFINED = 3  # number of two-bucket designs with a finer search
 _FINER = (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)  # exponents of 2: ratios of nearby cuts to a cut
-_FINALISTS, _FINALISTS_OF_MANY = 6, 2  # designs that are simulated with fewer and more groups
+# designs that are simulated with fewer and more groups
+_FINALISTS = 6
+_FINALISTS_OF_MANY = 2
 _SCALES = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the numbers of replicas that meet the target
 _BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas, if no fleet meets the target
 
@@ -69,8 +73,11 @@ class Bucket:
     """The requests that one group of a design serves, in every workload."""
 
     def __init__(self, simulator: FleetSimulator, group: Group, members: Sequence[Indices]) -> None:
-        self.simulator, self.group, self.members = simulator, group, members
-        slo_s, services = simulator.target.slo_s, simulator.services(group.type)
+        self.simulator = simulator
+        self.group = group
+        self.members = members
+        slo_s = simulator.target.slo_s
+        services = simulator.services(group.type)
         pairs = list(zip(services, members, strict=True))
         self.requests = sum(map(len, members))
         # Number of requests that would be late even without a queue.
@@ -83,7 +90,8 @@ class Bucket:
     def late(self, replicas: int) -> int:
         """Number of late requests with that many groups."""
         if replicas not in self._late:
-            simulator, self._late[replicas] = self.simulator, 0
+            simulator = self.simulator
+            self._late[replicas] = 0
             services = simulator.services(self.group.type)
             for workload, service, mine in zip(simulator.workloads, services, self.members, strict=True):
                 if len(mine):
@@ -100,8 +108,11 @@ class FleetSimulator:
     def __init__(
         self, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes, work: Work | None = None
     ) -> None:
-        self.request, self.workloads, self.times = request, workloads, times
-        self.target, self.limits = request.target, request.limits
+        self.request = request
+        self.workloads = workloads
+        self.times = times
+        self.target = request.target
+        self.limits = request.limits
         self.requests = sum(map(len, workloads))
         self.allowed = self.target.most_late(self.requests)  # requests of all workloads together that may be late
         self.work = work or Work()
@@ -167,12 +178,14 @@ class FleetSimulator:
 
     def answer(self, fleet: Fleet) -> FleetAnswer:
         """Simulate a fleet on every workload, with its interval if the interval must meet the target."""
-        runs, target = self.runs(fleet), self.target
+        runs = self.runs(fleet)
+        target = self.target
         ttft_s = np.concatenate([run.ttft_s for run in runs])
         interval = self.interval(fleet, runs) if self.request.sure else None
         in_time = int((ttft_s <= target.slo_s).sum())
         safe = not self.request.sure or (interval is not None and interval.safe)
-        horizon_s, busy_gpu_s = sum(run.horizon_s for run in runs), sum(run.busy_gpu_s for run in runs)
+        horizon_s = sum(run.horizon_s for run in runs)
+        busy_gpu_s = sum(run.busy_gpu_s for run in runs)
         decoders = self.decoders(fleet, runs)
         served = [run.workload.context_len[np.isfinite(run.ttft_s)] for run in runs]
         by_percentile = {
@@ -211,7 +224,8 @@ class FleetSimulator:
         fast, on a longer time scale. The sampling error is independent of the model's; their logarithms are added in
         quadrature.
         """
-        ttft_s, percentile = [run.ttft_s for run in runs], self.target.percentile
+        ttft_s = [run.ttft_s for run in runs]
+        percentile = self.target.percentile
         value_s = percentile_of(np.concatenate(ttft_s), percentile)
         if not math.isfinite(value_s):
             return None
@@ -233,12 +247,15 @@ class FleetSimulator:
         served = np.flatnonzero(np.isfinite(run.ttft_s))
         order = served[np.argsort(run.ttft_s[served], kind="stable")]
         last = order[min(len(order) - 1, int(self.target.percentile / 100 * len(order)))]
-        tokens, index = int(run.workload.new_tokens[last]), int(run.pool[last])
-        gpus, name = fleet[index].type.gpus, self._group(fleet[index], index, runs).strategy
+        tokens = int(run.workload.new_tokens[last])
+        index = int(run.pool[last])
+        gpus = fleet[index].type.gpus
+        name = self._group(fleet[index], index, runs).strategy
         own = {one.name: one for one in self.times.policy.names or () if isinstance(one, Strategy)}
         scenario = self.times.scenario.on_gpus(gpus)
         request = replace(scenario.request, context_len=max(tokens, gpus), cached_prefix=0)
-        here, strategy = replace(scenario, request=request), own.get(name) or get_strategy(name)
+        here = replace(scenario, request=request)
+        strategy = own.get(name) or get_strategy(name)
         one = Search(options=SearchArgs(method="analytical")).candidate(here, strategy)
         return one.interval.low_s / one.ttft_s, one.interval.high_s / one.ttft_s
 
@@ -316,7 +333,9 @@ class FleetSearch:
     """A search over designs within the limits of a request."""
 
     def __init__(self, simulator: FleetSimulator) -> None:
-        self.simulator, self.limits, self.work = simulator, simulator.limits, simulator.work
+        self.simulator = simulator
+        self.limits = simulator.limits
+        self.work = simulator.work
         self.longest = max(int(workload.new_tokens.max()) for workload in simulator.workloads)
         self.types = [one for size in self.limits.sizes for one in simulator.times.types(size)]
         self._simulated = set[Fleet]()  # designs
@@ -393,11 +412,13 @@ class FleetSearch:
             return 0
         if most < 1:
             return None
-        low, high = 0, min(most, max(1, math.ceil(bucket.load)))
+        low = 0
+        high = min(most, max(1, math.ceil(bucket.load)))
         while bucket.late(high) > allowed:
             if high == most:
                 return None
-            low, high = high, min(most, max(high + 1, math.ceil(high * 1.25)))
+            low = high
+            high = min(most, max(high + 1, math.ceil(high * 1.25)))
         while high - low > 1 and not self.work.is_late:
             middle = (low + high) // 2
             low, high = (low, middle) if bucket.late(middle) <= allowed else (middle, high)
@@ -425,7 +446,8 @@ class FleetSearch:
     def more_groups(self, answer: FleetAnswer) -> FleetAnswer:
         """Add the groups that help most until the interval meets the target, or until this has no effect."""
         while not answer.meets:
-            fleet, before = answer.fleet, answer
+            fleet = answer.fleet
+            before = answer
             larger = (
                 (*fleet[:index], group.of(group.replicas + 1), *fleet[index + 1 :]) for index, group in enumerate(fleet)
             )
@@ -480,10 +502,14 @@ class FleetSearch:
 
     def _reason(self, group: Group) -> Infeasible:
         """The reason why the largest uniform fleet of this type misses the target."""
-        simulator, target, reason = self.simulator, self.simulator.target, partial(Infeasible, group.type.gpus)
-        percent, above = f"{target.percentile:g} % of the TTFTs", f"above {target.slo_s:g} s"
+        simulator = self.simulator
+        target = self.simulator.target
+        reason = partial(Infeasible, group.type.gpus)
+        percent = f"{target.percentile:g} % of the TTFTs"
+        above = f"above {target.slo_s:g} s"
         alone_s = simulator.ttft_alone_s(group.type)
-        never, late = int(np.isinf(alone_s).sum()), int((alone_s > target.slo_s).sum())
+        never = int(np.isinf(alone_s).sum())
+        late = int((alone_s > target.slo_s).sum())
         if never > simulator.allowed:
             share = f"{format_share(never / len(alone_s))} of the contexts do not fit in memory"
             return reason("memory", f"{share}; at most {100 - target.percentile:.4g} % may")

@@ -44,7 +44,9 @@ from planner.search.search import search
 _USUAL = ("single", "tsp", "kvr-s", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp", "pp")
 _ON_A_BUS = ("single", "tsp", "kvr-s", "tp")  # strategies on a bus; simulating more takes four times as long
 _LENGTHS_PER_DOUBLING = 8  # number of simulated lengths; times between them are interpolated
-_FIRST_PREFIX, _PREFIX_STEP = 512, 4  # cached prefixes that are simulated: 0, 512, 2k, 8k, ...
+# cached prefixes that are simulated: 0, 512, 2k, 8k, ...
+_FIRST_PREFIX = 512
+_PREFIX_STEP = 4
 _TILE = 128  # rows of a kernel's tile, tokens
 _MOST_SHARING = 8  # ranks that share a prompt evenly reach the next tile within so many tokens, one after the other
 _TILES_PER_DOUBLING = 16  # most steps of tiles that are simulated between two powers of two
@@ -160,8 +162,10 @@ class TimeGrid:
         Without grids, no prompt fits.
         """
         shape = (len(lengths), num_ranks)
-        ttft_s, strategy = np.full(len(lengths), np.inf), np.full(len(lengths), "none", dtype=object)
-        finish, slack_s = np.ones(shape), np.zeros(shape)
+        ttft_s = np.full(len(lengths), np.inf)
+        strategy = np.full(len(lengths), "none", dtype=object)
+        finish = np.ones(shape)
+        slack_s = np.zeros(shape)
         most = max((grid.most_new_tokens for grid in grids), default=0)
         for grid in grids:
             fitting = (lengths <= grid.most_new_tokens) | (grid.most_new_tokens == most)
@@ -203,7 +207,8 @@ class Prefills:
     """
 
     def __init__(self, scenario: Scenario, strategy: Strategy) -> None:
-        self.scenario, self.strategy = for_strategy(scenario, strategy), strategy
+        self.scenario = for_strategy(scenario, strategy)
+        self.strategy = strategy
         self.num_ranks = self.scenario.cluster.num_gpus
         self.searches = strategy.partition_rule == "search"
         self.shared = self.scenario.cluster.shares_bandwidth
@@ -286,8 +291,11 @@ class Prefills:
 
     def pieces(self, lengths: Lengths, cached_prefix: int) -> Lengths:
         """Number of pieces of a pipeline at each length: doubled while TTFT falls by at least _GAIN, as in a plan."""
-        pieces, best_s = np.zeros(len(lengths), dtype=np.int64), np.full(len(lengths), np.inf)
-        growing, number, context = np.ones(len(lengths), dtype=bool), 1, context_ranks(self.strategy)
+        pieces = np.zeros(len(lengths), dtype=np.int64)
+        best_s = np.full(len(lengths), np.inf)
+        growing = np.ones(len(lengths), dtype=bool)
+        number = 1
+        context = context_ranks(self.strategy)
         while growing.any() and number <= _PIECES_PER_STAGE * self.num_ranks:
             growing &= lengths >= number * context
             rows = np.flatnonzero(growing)
@@ -379,7 +387,8 @@ def _even_pieces(lengths: Lengths, pieces: Lengths, new_tokens: int) -> Partitio
 
 def _powers(lengths: Lengths, step: int) -> list[int]:
     """The first and last length, and every `step`-th power of two between them."""
-    least, most = int(lengths[0]), int(lengths[-1])
+    least = int(lengths[0])
+    most = int(lengths[-1])
     return sorted({least, most, *(1 << power for power in range(least.bit_length(), most.bit_length(), step))})
 
 
@@ -390,7 +399,8 @@ def _even(lengths: Lengths, parts: int) -> Array:
 def _candidates(tokens: int, planned: dict[int, Array], num_ranks: int, *, few: bool) -> Array:
     """Candidate chunks for a length, shape (B, ranks), in whole tokens."""
     lengths = np.array(list(planned))
-    low, high = int(lengths[lengths <= tokens].max()), int(lengths[lengths >= tokens].min())
+    low = int(lengths[lengths <= tokens].max())
+    high = int(lengths[lengths >= tokens].min())
     weight = 0.0 if low == high else float(np.log(tokens / low) / np.log(high / low))
     if few:
         return _whole(planned[low] + weight * (planned[high] - planned[low]), tokens, 1)[None]
@@ -417,8 +427,10 @@ class ServiceTimes:
     """Times of one scenario's groups, for lengths up to those of a workload; computed on first use."""
 
     def __init__(self, scenario: Scenario, longest_new: int, longest_prefix: int, policy: StrategyPolicy) -> None:
-        self.scenario, self.policy = scenario, policy
-        self.longest_new, self.longest = longest_new, longest_new + longest_prefix
+        self.scenario = scenario
+        self.policy = policy
+        self.longest_new = longest_new
+        self.longest = longest_new + longest_prefix
         self.lengths = with_tiles(simulated_lengths(1, _power_above(longest_new)))
         self.prefixes = _simulated_prefixes(longest_prefix)
         self._grids: dict[GroupType, tuple[TimeGrid, ...]] = {}
@@ -454,7 +466,8 @@ class ServiceTimes:
     def under(self, policy: StrategyPolicy) -> Self:
         """The service times under another policy; both objects share the simulation results."""
         other = copy(self)
-        other.policy, other._grids = policy, {}
+        other.policy = policy
+        other._grids = {}
         return other
 
     def fill(self, sizes: Sequence[int], work: Work) -> None:
@@ -542,7 +555,9 @@ class ServiceTimes:
         A class is a range between two simulated lengths and two simulated prefixes. Its finish is the latest, and its
         slack the least, of the grid points around it.
         """
-        new, prefix, grids = workload.new_tokens, workload.cached_prefix, self.grids(group)
+        new = workload.new_tokens
+        prefix = workload.cached_prefix
+        grids = self.grids(group)
         ttft_s = self.seconds(group, new, prefix)
         slack = np.stack([grid.slack_s / grid.ttft_s[:, None] for grid in grids])
         overlap = Overlap(
@@ -613,7 +628,9 @@ class PackedTimes(ServiceTimes):
 
     def service(self, group: GroupType, workload: Workload, transfer: Transfer | None = None) -> Service:
         """Service times of a workload on groups of this type; `transfer` moves the KV caches away."""
-        packing, new, prefix = self.packing(group), workload.new_tokens, workload.cached_prefix
+        packing = self.packing(group)
+        new = workload.new_tokens
+        prefix = workload.cached_prefix
         ttft_s = self.seconds(group, new, prefix)
         return replace(
             Service.plain(ttft_s, _hold_s(transfer, workload, ttft_s, np.full(len(new), group.gpus))),
@@ -658,7 +675,8 @@ def with_tiles(lengths: Lengths) -> Lengths:
     power of two.
     """
     ends: list[int] = []
-    step, most = _TILE, int(lengths[-1])
+    step = _TILE
+    most = int(lengths[-1])
     while not ends or ends[-1] < most:
         last = ends[-1] if ends else 0
         ends.append(last + step)

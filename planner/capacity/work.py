@@ -17,14 +17,16 @@ class Work:
     """The work of a capacity plan. Prefills have a known total; the number of fleets is known when they are done."""
 
     def __init__(self, pool: Pool | None = None, report: OnProgress | None = None) -> None:
-        self.pool, self.report = pool or Pool(), report
+        self.pool = pool or Pool()
+        self.report = report
         self.stage = "fleets"  # what the simulated fleets are for
         self.simulated = 0  # requests in all simulations
         self.left_out = 0  # designs of this stage for which the time budget was too short
 
     def begin(self, stage: str) -> None:
         """Begin a search of fleets."""
-        self.stage, self.left_out = stage, 0
+        self.stage = stage
+        self.left_out = 0
 
     def prefill(self, done_s: float, total_s: float) -> None:
         """Report prefills of groups, in expected seconds."""

@@ -103,7 +103,8 @@ class Workload:
             return self
         if len(self) * factor > MAX_REQUESTS:
             raise InputError("rate_scale", f"{factor:g}", f"at most {MAX_REQUESTS} requests in all")
-        copies, rest = int(factor), factor - int(factor)
+        copies = int(factor)
+        rest = factor - int(factor)
         period_s = self.duration_s * (1 + 1 / max(1, len(self) - 1))  # adds a mean gap after the last request
         parts: list[tuple[Array, Lengths]] = []
         for copy in range(copies + (rest > 0)):
@@ -278,7 +279,8 @@ def _lengths(text: str, argument: str) -> _Draw:
         median, mark, sigma = rest.partition(":")
         if not mark:
             raise InputError(argument, text, "lognormal:MEDIAN:SIGMA, such as lognormal:2k:1.1")
-        mean, log_sd = math.log(parse_tokens(median, argument)), parse_number(sigma, argument, above=0, most=10)
+        mean = math.log(parse_tokens(median, argument))
+        log_sd = parse_number(sigma, argument, above=0, most=10)
 
         def lognormal(count: int, rng: np.random.Generator) -> Lengths:
             lengths = np.exp(mean + log_sd * rng.standard_normal(count))
@@ -289,7 +291,8 @@ def _lengths(text: str, argument: str) -> _Draw:
         low_text, mark, high_text = rest.partition(":")
         if not mark:
             raise InputError(argument, text, "uniform:LOW:HIGH, such as uniform:32k:128k")
-        low, high = parse_tokens(low_text, argument), parse_tokens(high_text, argument)
+        low = parse_tokens(low_text, argument)
+        high = parse_tokens(high_text, argument)
         if low > high:
             raise InputError(argument, text, "uniform:LOW:HIGH, with LOW no more than HIGH")
         return lambda count, rng: rng.integers(low, high, size=count, endpoint=True)
@@ -375,7 +378,9 @@ def read_trace(path: str, argument: str = "requests", names: Mapping[str, Column
 
 
 def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, Column]) -> Workload:
-    rows, count = array("d"), 0  # line number, arrival in seconds, tokens of context, output and cached prefix
+    # line number, arrival in seconds, tokens of context, output and cached prefix
+    rows = array("d")
+    count = 0
     lines = _limit_lines(file, source)
     first = next(lines, "")
     reader = _json_records if first.lstrip().startswith("{") else _csv_records
@@ -512,7 +517,8 @@ def _tokens(value: Any, where: str) -> float:
 
 def _workload(name: str, kind: str, rows: Array, source: str) -> Workload:
     """Repair the rows of _read_lines, and return the requests with notes on the repairs."""
-    notes, is_valid = list[str](), (rows[:, 1] >= 0) & (rows[:, 1] <= _MAX_ARRIVAL_S)
+    notes = list[str]()
+    is_valid = (rows[:, 1] >= 0) & (rows[:, 1] <= _MAX_ARRIVAL_S)
     if not is_valid.all():
         line, arrival_s = rows[int(is_valid.argmin()), :2]
         accepted = f"seconds from 0 to {_MAX_ARRIVAL_S:g}"

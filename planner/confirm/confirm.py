@@ -78,7 +78,8 @@ def confirm(
 
 def _mode(scenario: Scenario, hardware: Hardware, virtual: bool | None) -> tuple[Mode, tuple[str, ...]]:
     """Choose separate processes or virtual ranks; also return notes on the choice."""
-    num_gpus, devices = scenario.cluster.num_gpus, hardware.devices
+    num_gpus = scenario.cluster.num_gpus
+    devices = hardware.devices
     if virtual is None and num_gpus > devices and not started_by_torchrun():
         what = f"{devices} {'GPU' if hardware.device == 'cuda' else 'core'}{'s' * (devices != 1)}"
         return "virtual", (f"{num_gpus} ranks on {what}: virtual ranks, one after another; messages are modelled",)
@@ -127,7 +128,8 @@ def strategies_here(
     if "all" not in (names or ()):
         return tuple(distinct_names), ()
     planned, notes = all_for(scenario)
-    runnable, reasons = [], dict[str, list[str]]()
+    runnable = []
+    reasons = dict[str, list[str]]()
     for strategy in planned:
         try:
             check(strategy.name)
@@ -227,7 +229,8 @@ def compose(candidate: Candidate, timing: Timing) -> Timing:
     """
     from kvrsim.executors.event import EventSimulation  # this import loads SimPy
 
-    cluster, repeats = candidate.per_rank.cluster, timing.parts
+    cluster = candidate.per_rank.cluster
+    repeats = timing.parts
     ttft_s = tuple(map(float, run_program(_measured_program(candidate, repeats), cluster)[-1]))
     median = np.argsort(ttft_s)[(len(ttft_s) - 1) // 2]
     timeline = EventSimulation(_measured_program(candidate, [repeats[median]]), cluster).timeline
@@ -242,7 +245,8 @@ def _measured_program(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) 
     """
     chunks = columns(np.tile(candidate.partition.chunk_lens, (len(repeats), 1)))
     program = build_program(candidate.per_rank, candidate.strategy, chunks)
-    ranks, kinds = range(program.num_ranks), program.layer_kind_index
+    ranks = range(program.num_ranks)
+    kinds = program.layer_kind_index
 
     def timed(ops: Sequence[Sequence[Op]], layer: int | None = None) -> tuple[tuple[Op, ...], ...]:
         """Return the operations of each rank with their measured times."""

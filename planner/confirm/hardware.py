@@ -59,7 +59,9 @@ class Hardware:
         Raises InputError where the runtime cannot run the scenario or the profile is of another machine, before
         anything starts.
         """
-        request, cluster, profile = scenario.request, scenario.cluster, scenario.profile
+        request = scenario.request
+        cluster = scenario.cluster
+        profile = scenario.profile
         if self.repeats < 1:
             raise InputError("repeats", self.repeats, "at least 1")
         here = host.device_name(host.chosen_device(self.device))
@@ -88,7 +90,8 @@ class Hardware:
         from kvrsim.runtime.exchange import exchange_of
         from kvrsim.runtime.model import geometry_of
 
-        plan, choice = self.run_plan(candidate), self.choice(candidate.scenario)
+        plan = self.run_plan(candidate)
+        choice = self.choice(candidate.scenario)
         exchange_of(plan.strategy).check(plan, geometry_of(choice.config, choice.attention))
 
     def longest_s(self, candidates: Sequence[Candidate]) -> float:
@@ -120,7 +123,8 @@ class Hardware:
 
         Raises InputError for a strategy that the runtime cannot run, or for query blocks without a profile.
         """
-        scenario, strategy = candidate.scenario, candidate.strategy
+        scenario = candidate.scenario
+        strategy = candidate.strategy
         run_as = run_strategy(strategy.name)
         blocks: tuple[tuple[int, ...], ...] = ()
         if strategy.query_blocks != (1,):
@@ -159,11 +163,13 @@ class MemoryBudget:
     @classmethod
     def of(cls, scenario: Scenario, hardware: Hardware, mode: Mode) -> MemoryBudget:
         """Return a GPU's memory, or this host's free memory, times the scenario's memory fraction."""
-        num_ranks, on_gpu = 1 if mode == "virtual" else scenario.cluster.num_gpus, hardware.device == "cuda"
+        num_ranks = 1 if mode == "virtual" else scenario.cluster.num_gpus
+        on_gpu = hardware.device == "cuda"
         if host.started_by_torchrun():
             num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
         if on_gpu:
-            limit, num_ranks = float(scenario.memory_limit.nbytes), -(-num_ranks // max(1, hardware.devices))
+            limit = float(scenario.memory_limit.nbytes)
+            num_ranks = -(-num_ranks // max(1, hardware.devices))
         else:
             limit = scenario.memory_fraction * host.free_memory()
         return cls(limit_bytes=limit, num_ranks=num_ranks, on_gpu=on_gpu, mode=mode)

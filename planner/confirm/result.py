@@ -166,7 +166,8 @@ class Confirmation(Answer):
     @property
     def reasons(self) -> tuple[str, ...]:
         """One sentence for each missed target."""
-        targets, reasons = self.targets, []
+        targets = self.targets
+        reasons = []
         if self.regret > targets.regret and self.regret_beyond_spread:
             reasons.append(f"regret {self.regret:.1%} is above {targets.regret:.1%}, and significant")
         if self.median_error > targets.median_error:

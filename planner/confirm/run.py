@@ -51,7 +51,9 @@ class RunResult(Answer):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        timing, plan, difference = self.timing, self.plan, self.timing.difference
+        timing = self.timing
+        plan = self.plan
+        difference = self.timing.difference
         blocks = {"query_blocks": list(map(max, plan.query_blocks))} if plan.query_blocks else {}
         gathers = self.strategy.gathers_kv and self.num_gpus > 1
         return {

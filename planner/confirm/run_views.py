@@ -39,7 +39,8 @@ def page(result: RunResult) -> Page:
 
 def summary(result: RunResult) -> Summary:
     """Return the notebook's table."""
-    rows, notes = ranks_table(result), result.warnings
+    rows = ranks_table(result)
+    notes = result.warnings
     return Summary(
         answer=answer(result),
         question=_setting(result),
@@ -52,14 +53,16 @@ def summary(result: RunResult) -> Summary:
 
 def answer(result: RunResult) -> str:
     """Return the answer in one line."""
-    count, median_s = len(result.timing.ttft_s), result.timing.median_s
+    count = len(result.timing.ttft_s)
+    median_s = result.timing.median_s
     return f"{result.strategy.name}: first token after {format_seconds(median_s)}, median of {count} measured"
 
 
 def ranks_table(result: RunResult) -> Table:
     """Return one row per rank: its tokens, and its seconds and bytes in the additional prefill."""
     rows = columns(">rank", ">tokens", ">compute", ">wait", ">sent")
-    values, partition = result.to_dict()["per_rank"], result.plan.partition.chunk_lens
+    values = result.to_dict()["per_rank"]
+    partition = result.plan.partition.chunk_lens
     chunks = partition if result.chunk_per_rank else (result.context_len,) * len(values)
     for row, chunk in zip(values, [*[0] * (len(values) - len(chunks)), *chunks], strict=True):
         times = (format_seconds(row["compute_s"]), format_seconds(row["wait_s"]))
@@ -68,6 +71,7 @@ def ranks_table(result: RunResult) -> Table:
 
 
 def _setting(result: RunResult) -> str:
-    question, device = result.question, result.conditions["device"]
+    question = result.question
+    device = result.conditions["device"]
     machine = f"{result.num_gpus} ranks, {device}"
     return " · ".join((question.model, question.request(), machine, f"{question.attention} attention", question.dtype))

@@ -39,7 +39,9 @@ from planner.table.table import PartitionTable, TableSetting, quantization_steps
 if TYPE_CHECKING:
     from kvrsim.runtime.transport import Transport
 
-_FIRST_STRIDE, _LAST_STRIDE = 1 / 8, 1 / 64  # shares of the even chunk; smaller strides do not change TTFT measurably
+# shares of the even chunk; smaller strides do not change TTFT measurably
+_FIRST_STRIDE = 1 / 8
+_LAST_STRIDE = 1 / 64
 _MOST_PARTITIONS = 12  # largest number of partitions per stage, those with the least predicted TTFT
 _SLOWER_LIMIT = 1.15  # partitions are not measured if their prediction exceeds the centre's by this factor
 _SEARCH_SHARE = 0.85  # share of the time budget after which no new stage begins
@@ -134,7 +136,8 @@ def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
     agree(transport, forward, task.facts())
     whole = replace(_plan(task, task.seed), strategy="tsp")  # with tsp, every rank holds all tokens
     watch = Stopwatch(transport, forward, [whole], task.hardware.seed)
-    queue, warm = deque(task.known), set[Chunks]()
+    queue = deque(task.known)
+    warm = set[Chunks]()
     since_s = time.monotonic() - (queue[-1][1] if queue else 0.0)
 
     def measure(chunks: Chunks) -> tuple[float, float]:
@@ -212,7 +215,8 @@ def search_here(
     scenario = hardware.runnable(scenario)
     if scenario.cluster.num_gpus < 2:
         raise InputError("gpus", scenario.cluster.num_gpus, "at least 2 for `search`: one GPU has no partition")
-    seed, budget_s = search(scenario, KVR_S).partition.chunk_lens, 60 * minutes
+    seed = search(scenario, KVR_S).partition.chunk_lens
+    budget_s = 60 * minutes
     path = Path(f"{output}.search")
     task = SearchTask(scenario=scenario, hardware=hardware, seed=seed, budget_s=budget_s, journal=path)
     reporter.note(f"searching from {','.join(map(str, seed))}, for at most {minutes:g} minutes")
@@ -237,7 +241,8 @@ def search_here(
 
 def _write_table(scenario: Scenario, result: SearchedPartition, output: Path) -> None:
     """Write a table of one entry with predicted times, as in every table; measured times have the key "_measured"."""
-    chunks, steps = result.search.best, quantization_steps(scenario)
+    chunks = result.search.best
+    steps = quantization_steps(scenario)
     predicted_s = Evaluator(scenario, KVR_S).one(chunks)
     draft = replace(draft_of(scenario, KVR_S), partition=chunks, ttft_s=predicted_s)
     entry = entry_of(scenario, KVR_S, draft, None, steps)

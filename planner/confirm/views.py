@@ -28,7 +28,8 @@ _GAP_INCHES = 0.8  # distance between two timelines
 
 def figure(confirmation: Confirmation) -> Figure:
     """Draw the predicted timeline of the plan's choice above the measured one."""
-    one, pair = confirmation.choice, list(islice(_timelines(confirmation), 2))
+    one = confirmation.choice
+    pair = list(islice(_timelines(confirmation), 2))
     head = Head(
         title=f"{one.strategy}: {', '.join(map(str, one.partition))} tokens, predicted {one.rel_error:+.1%}",
         subtitle=html.question_line(confirmation),
@@ -57,7 +58,8 @@ def write_traces(confirmation: Confirmation, path: str | Path) -> None:
 def page(confirmation: Confirmation) -> Page:
     """Return the interactive page, with the plan's choice first."""
     memory = {one.strategy: one.prediction.memory for one in confirmation.candidates if one.prediction.memory}
-    question, limit = confirmation.question, confirmation.memory_limit
+    question = confirmation.question
+    limit = confirmation.memory_limit
     error = f"Median error of the predictions: {confirmation.median_error:.1%}."
     lead = f"{error} Bars are the intervals of the predictions; a line across marks what was measured."
     return Page(
@@ -91,7 +93,8 @@ def summary(confirmation: Confirmation) -> Summary:
 
 def answer(confirmation: Confirmation) -> str:
     """Return the answer in one line."""
-    choice, best = confirmation.choice, confirmation.best
+    choice = confirmation.choice
+    best = confirmation.best
     text = f"The plan's choice, {choice.strategy}: predicted {format_seconds(choice.predicted_s)}, measured"
     text += f" {format_seconds(choice.median_s)} ({choice.rel_error:+.1%})."
     if best is choice:
@@ -104,7 +107,8 @@ def _timelines(confirmation: Confirmation) -> Iterator[LabelledTimeline]:
     """Yield the predicted and the measured timeline of each candidate, the plan's choice first."""
     origin = "measured" if confirmation.mode == "ranks" else "composed of measured parts"
     for one in sorted(confirmation.candidates, key=lambda one: one is not confirmation.choice):
-        name, timeline = f"{one.strategy} {format_partition(one.partition, room=100)}", one.timing.timeline
+        name = f"{one.strategy} {format_partition(one.partition, room=100)}"
+        timeline = one.timing.timeline
         assert timeline is not None
         yield LabelledTimeline(
             name=f"{one.strategy}, predicted",
@@ -139,7 +143,8 @@ def candidates_table(confirmation: Confirmation) -> Table:
     ]
     rows = Table(columns=columns)
     for one in sorted(confirmation.candidates, key=lambda one: one.predicted_s):
-        low_s, high_s = one.prediction.ttft_low_s, one.prediction.ttft_high_s
+        low_s = one.prediction.ttft_low_s
+        high_s = one.prediction.ttft_high_s
         rows.add_row(
             one.strategy,
             format_partition(one.partition),
@@ -155,7 +160,8 @@ def candidates_table(confirmation: Confirmation) -> Table:
 
 def _candidates(confirmation: Confirmation) -> Html:
     """Return the table as HTML, with coloured names and bars for the intervals."""
-    table, ordered = candidates_table(confirmation), sorted(confirmation.candidates, key=lambda one: one.predicted_s)
+    table = candidates_table(confirmation)
+    ordered = sorted(confirmation.candidates, key=lambda one: one.predicted_s)
     ends = [(one.prediction.ttft_low_s, one.prediction.ttft_high_s, one.median_s) for one in ordered]
     span = html.span_of([(min(three), max(three)) for three in ends])
     artists = []

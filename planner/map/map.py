@@ -215,13 +215,16 @@ def _break_even(places: Sequence[Place], name: str, over: str) -> BreakEven:
     context_len: int | None
     basis: Known
     if last == -1:
-        context_len, basis = first.context_len, "at or below the first length"
+        context_len = first.context_len
+        basis = "at or below the first length"
     elif last == len(places) - 1:
-        context_len, basis = None, "beyond the last length"
+        context_len = None
+        basis = "beyond the last length"
     else:
         share = gains[last] / (gains[last] - gains[last + 1])
         low, high = (math.log(place[name].context_len) for place in places[last : last + 2])
-        context_len, basis = round(math.exp(low + share * (high - low))), "interpolated"
+        context_len = round(math.exp(low + share * (high - low)))
+        basis = "interpolated"
     return BreakEven(
         link_bandwidth_bytes_per_s=first.link_bandwidth_bytes_per_s,
         num_gpus=first.num_gpus,

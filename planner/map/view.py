@@ -32,13 +32,18 @@ _MOST_GAINS = 12  # most contexts for which the cells show the gain over one GPU
 
 def figure(grid: StrategyMap) -> Figure:
     """Draw one panel per bandwidth: contexts to the right, GPUs upwards, each place in its winner's colour."""
-    winners, counts, panels = grid.winners(), grid.gpu_counts, len(grid.bandwidths)
+    winners = grid.winners()
+    counts = grid.gpu_counts
+    panels = len(grid.bandwidths)
     won = {winner.strategy for winner in winners}
     colours = {name: strategy_colour(name).light for name in grid.strategies if name in won}
     line = " · ".join((grid.model, grid.cluster.gpu.name, *grid.question.kernels()))
     marks = "×: gain over one GPU, even if it is too small · ≈: others tie with it · empty: nothing fits in memory"
     head = Head(title=headline(grid), subtitle=f"{line} · {marks}", width=_WIDTH, entries=colours)
-    each, gap, below = 0.34 * len(counts) + 0.2, 0.42, 0.62  # heights in inches
+    # heights in inches
+    each = 0.34 * len(counts) + 0.2
+    gap = 0.42
+    below = 0.62
     height = head.height + 0.35 + panels * each + (panels - 1) * gap + below
     with chart_style():
         panes = drawing(_WIDTH, height)
@@ -60,7 +65,8 @@ def _draw_panel(axes: Axes, grid: StrategyMap, bandwidth: float, colours: Mappin
     """Draw a cell for each context and number of GPUs at which some strategy fits."""
     from matplotlib.patches import Rectangle
 
-    lengths, counts = grid.lengths, grid.gpu_counts
+    lengths = grid.lengths
+    counts = grid.gpu_counts
     for x, y in product(range(len(lengths)), range(len(counts))):
         if (winner := grid.winner(lengths[x], bandwidth, counts[y])) is None:
             continue
@@ -134,7 +140,9 @@ def _facts(grid: StrategyMap) -> dict[str, str]:
 
 def map_data(grid: StrategyMap) -> dict[str, Any]:
     """Plain JSON values; places are ordered by bandwidth, then by context, then by number of GPUs."""
-    names, contexts, counts = grid.strategies, grid.lengths, grid.gpu_counts
+    names = grid.strategies
+    contexts = grid.lengths
+    counts = grid.gpu_counts
     places = [grid.at(length, rate, count) for rate in grid.bandwidths for length in contexts for count in counts]
 
     def column(name: str, value: str) -> list[float | None]:

@@ -32,7 +32,9 @@ _Result = TypeVar("_Result")
 _PER_DOUBLING = 4  # grid points of new tokens per factor of 2; more are added if linear interpolation is inaccurate
 _CONTENDS = 1.01  # strategies are simulated if they are within this factor of the fastest in some sample
 _PREFIX_SHARES = (0, 64, 16, 4, 2, 1)  # grid points of the prefix: 0, and the longest prefix over these numbers
-_ERROR, _NEAREST = 0.01, 1.03  # relative interpolation error above which a point is added; least ratio of neighbours
+# relative interpolation error above which a point is added; least ratio of neighbours
+_ERROR = 0.01
+_NEAREST = 1.03
 _EVERY = 6  # every sixth grid point has searched chunks and intervals; both are interpolated between these points
 _SEARCH = 2  # a search in a sample takes about as long as this number of grid points
 _REFINED = 1.5  # expected ratio of the numbers of grid points after and before refinement
@@ -69,8 +71,11 @@ def make_predictor(
 
 class _Build:
     def __init__(self, scenario: Scenario, pool: Pool, on_progress: OnProgress | None) -> None:
-        self.scenario, self.pool, self.on_progress = scenario, pool, on_progress
-        self.longest, most = scenario.request.context_len, scenario.request.batch
+        self.scenario = scenario
+        self.pool = pool
+        self.on_progress = on_progress
+        self.longest = scenario.request.context_len
+        most = scenario.request.batch
         self.fewest = 2 * scenario.num_gpus  # least number of new tokens
         if self.longest < 2 * self.fewest:
             raise InputError("ctx", self.longest, f"at least {2 * self.fewest} tokens, four per GPU")
@@ -136,7 +141,8 @@ class _Build:
         from scipy.interpolate import RegularGridInterpolator
 
         shape = (len(rows) // len(self.prefixes), len(self.prefixes), len(points))
-        ttft_s, batches = np.array([row.ttft_s for row in rows]).reshape(shape), self.batches[: shape[0]]
+        ttft_s = np.array([row.ttft_s for row in rows]).reshape(shape)
+        batches = self.batches[: shape[0]]
         edges = [rows[: shape[1]], rows[-shape[1] :]]  # the rows of the smallest and of the largest batch
         corners = [[(row if row[0].ends else edges[0])[column].ends for column in (0, -1)] for row in edges]
         sampled = np.log([points[index] for index in _sample(len(points))])
@@ -172,7 +178,8 @@ class _Build:
 
         prefills: prefills per call; later(results): expected number of prefills after all calls.
         """
-        results, total = list[_Result](), self.done + prefills * len(work)
+        results = list[_Result]()
+        total = self.done + prefills * len(work)
         for result in self.pool.run(call, work, share=1.0):
             results.append(result)
             self.done += prefills
@@ -234,13 +241,15 @@ def _refine(strategy: Strategy, scenario: Scenario, start: Sequence[int], batch:
         return tuple(start)
     places = [_at(scenario, one, 0, batch) for one in start]
     candidates = dict(zip(start, _candidates(strategy, places, start), strict=True))
-    todo, intervals = set(start), list(pairwise(start))
+    todo = set(start)
+    intervals = list(pairwise(start))
     while intervals:
         low, high = intervals.pop()
         middle = round((low * high) ** 0.5)
         if not low < middle < high or high < _NEAREST * low:
             continue
-        place, ends = _at(scenario, middle, 0, batch), (candidates[low], candidates[high])
+        place = _at(scenario, middle, 0, batch)
+        ends = (candidates[low], candidates[high])
         searched = strategy.partition_rule in _SEARCHED
         candidates[middle] = _between(*ends, place, 0.5) if searched else quick_candidate(place, strategy)
         line_s = float(np.interp(middle, (low, high), [one.ttft_s for one in ends]))
@@ -279,7 +288,8 @@ def _candidates(strategy: Strategy, places: Sequence[Scenario], points: Sequence
         between = _between(searched[first], searched[last], places[middle], weight)
         searched[middle] = min(searched[middle], between, key=lambda one: (not one.fits, one.ttft_s))
     for first, last in pairwise(sampled):
-        low, high = searched[first], searched[last]
+        low = searched[first]
+        high = searched[last]
         weights = np.interp(np.log(points[first + 1 : last]), np.log([points[first], points[last]]), [0, 1])
         candidates += [_between(low, high, *pair) for pair in zip(places[first + 1 : last], weights, strict=True)]
         candidates.append(high)
@@ -288,7 +298,8 @@ def _candidates(strategy: Strategy, places: Sequence[Scenario], points: Sequence
 
 def _between(low: Candidate, high: Candidate, place: Scenario, weight: float) -> Candidate:
     """Interpolate chunks or pieces between a shorter and a longer prompt; return the fastest candidate."""
-    per_rank, partitions = per_rank_scenario(place, low.strategy), list[Partition]()
+    per_rank = per_rank_scenario(place, low.strategy)
+    partitions = list[Partition]()
     tokens = per_rank.request.new_tokens
     if low.strategy.partition_rule == "search":
         partitions.append(search(per_rank, low.strategy, method="analytical").partition)
@@ -324,7 +335,8 @@ def _most_that_fit(scenario: Scenario, candidates: Sequence[Candidate], cached_p
         return points[-1]
     if not fit(points[0]):
         return 0
-    low, high = points[0], points[-1]
+    low = points[0]
+    high = points[-1]
     while high - low > max(1, low // 500):
         middle = (low + high) // 2
         low, high = (middle, high) if fit(middle) else (low, middle)

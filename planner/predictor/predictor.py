@@ -89,7 +89,8 @@ class TtftPredictor(GridFile):
         new = ctx - cached_prefix
         if new > self.new_tokens[-1]:
             raise InputError("ctx", ctx, f"at most {self.new_tokens[-1]} tokens that are not cached")
-        rows, columns = _around(self.batch, batch), _around(self.cached_prefix, cached_prefix)
+        rows = _around(self.batch, batch)
+        columns = _around(self.cached_prefix, cached_prefix)
         places = [(*pair, _around(self.new_tokens, new)) for pair in product(rows, columns)]
         fitting = [one for one in self.strategies if new <= self._most(one, rows, columns, batch)]
         if not fitting:

@@ -43,7 +43,8 @@ class ChainWork:
     """
 
     def __init__(self, scenario: Scenario, strategy: Strategy, *, least: bool = False) -> None:
-        self.scenario, self.strategy = scenario, strategy
+        self.scenario = scenario
+        self.strategy = strategy
         self.num_ranks = scenario.cluster.num_gpus
         self.costs = scenario.layer_costs(scenario.optimistic_cost if least else None)
         self.kinds = scenario.share.layer_kind_index
@@ -54,10 +55,13 @@ class ChainWork:
             [sum(op.host_s for op in ops if isinstance(op, Compute | Collective)) for ops in each]
         )
         mixed = [index for index, kind in enumerate(self.kinds) if self.costs[kind].has_mixer]
-        first, last = mixed[0], mixed[-1]  # first and last layer that send anything
+        # first and last layer that send anything
+        first = mixed[0]
+        last = mixed[-1]
         self._before = np.bincount(self.kinds[:first], minlength=len(self.costs))
         self._behind = np.bincount(self.kinds[last + 1 :], minlength=len(self.costs))
-        self._first, self._last = self.kinds[first], self.kinds[last]
+        self._first = self.kinds[first]
+        self._last = self.kinds[last]
         self._slowness = np.array([scenario.cluster.slowness(rank) for rank in range(self.num_ranks)])
         paths = [scenario.cluster.path(rank, rank + 1) for rank in range(self.num_ranks - 1)]
         self._paths = list(dict.fromkeys(paths))
@@ -73,7 +77,9 @@ class ChainWork:
         slowness = _along(self._slowness[ranks.start : ranks.stop], chunk)
         for kind, costs in enumerate(self.costs):
             total, before, after, inside, nbytes = _split(self._layer(kind, chunk, start), none)
-            total, before, after = slowness * total + inside, slowness * before, slowness * after + inside
+            total = slowness * total + inside
+            before = slowness * before
+            after = slowness * after + inside
             compute = compute + self.counts[kind] * total
             sent_s = self._busy_s(ranks, nbytes)
             sent = sent + self.counts[kind] * sent_s
@@ -90,7 +96,8 @@ class ChainWork:
             if kind == self._first:
                 qkv = qkv + before
             if kind == self._last:
-                post, last_sent = post + after, sent_s
+                post = post + after
+                last_sent = sent_s
         return RankWork(
             compute_s=compute,
             first_qkv_s=qkv,
@@ -135,7 +142,8 @@ class ChainWork:
 
     def _layer(self, kind: int, chunk: Array, start: Array) -> Iterable[Op]:
         """Operations of a rank with a previous and a next rank, if there is one, in a layer."""
-        blocks, inner = self.strategy.query_blocks, max(0, min(1, self.num_ranks - 2))
+        blocks = self.strategy.query_blocks
+        inner = max(0, min(1, self.num_ranks - 2))
         step = Step(self.costs[kind], [chunk] * self.num_ranks, [start] * self.num_ranks, query_blocks=blocks)
         return layer_ops(self.strategy, step, inner)
 
@@ -205,7 +213,8 @@ def longest_chunks_within(
     limit_s: shape (columns,). chunks: start values, shape (ranks, columns). spread: half-width of the first
     brackets over the chunks. most: returns the most tokens of each rank, given the chunks; the least is 1.
     """
-    low, high = np.maximum(1.0, chunks * (1.0 - spread)), chunks * (1.0 + spread)
+    low = np.maximum(1.0, chunks * (1.0 - spread))
+    high = chunks * (1.0 + spread)
     for _ in range(rounds):
         width = np.maximum(high - low, precision * high)
         around = np.concatenate(
@@ -219,7 +228,8 @@ def longest_chunks_within(
         high_s = np.minimum.reduce(over_s, axis=1, where=~within, initial=np.inf)
         low = np.maximum.reduce(tried, axis=1, where=within, initial=1.0)
         high = np.minimum(np.minimum.reduce(tried, axis=1, where=~within, initial=np.inf), room)
-        none, all_ = low_s == -np.inf, high_s == np.inf
+        none = low_s == -np.inf
+        all_ = high_s == np.inf
         low = np.where(none, np.maximum(1.0, high - _BRACKET_GROWTH * width), low)
         high = np.where(all_, np.minimum(room, low + _BRACKET_GROWTH * width), high)
         with np.errstate(invalid="ignore"):
@@ -232,8 +242,12 @@ def longest_chunks_within(
 
 # -- The analytical planner: without contention and on fast links, the best partition keeps all ranks busy equally long.
 
-_TARGETS, _ZOOMS, _AROUND = 12, 2, 0.08
-_SPREAD, _AGAIN = 0.25, 0.05  # half-widths of the first and the later brackets, as shares of a chunk
+_TARGETS = 12
+_ZOOMS = 2
+_AROUND = 0.08
+# half-widths of the first and the later brackets, as shares of a chunk
+_SPREAD = 0.25
+_AGAIN = 0.05
 _POINTS = 129  # points of the context at which the time of a token is computed
 _ROUNDS = 32
 _PRECISION = 2.0**-14  # relative precision of a chunk
@@ -256,7 +270,8 @@ def _balanced(chain: ChainWork) -> Array:
         return np.array([tokens])
     chunks = _smooth(chain)[:, None]
     middle_s = float(np.sort(_busy_s(chain, chunks, _starts(chain, chunks)), axis=0)[chain.num_ranks // 2, 0])
-    low, high = (1.0 - _AROUND) * middle_s, (1.0 + _AROUND) * middle_s
+    low = (1.0 - _AROUND) * middle_s
+    high = (1.0 + _AROUND) * middle_s
     for zoom in range(_ZOOMS):
         targets = np.linspace(low, high, _TARGETS)
         longest = _longest(chain, targets, chunks, _SPREAD if zoom == 0 else _AGAIN)
@@ -266,7 +281,9 @@ def _balanced(chain: ChainWork) -> Array:
             longest = _longest(chain, targets, longest, _SPREAD)
             lengths = longest.sum(axis=0)
         above = max(1, int((lengths >= tokens).argmax()))
-        low, high, chunks = targets[above - 1], targets[above], longest[:, above, None]
+        low = targets[above - 1]
+        high = targets[above]
+        chunks = longest[:, above, None]
     share = (tokens - lengths[above - 1]) / max(1.0, lengths[above] - lengths[above - 1])
     return np.asarray(longest[:, above - 1] + share * (longest[:, above] - longest[:, above - 1]))
 

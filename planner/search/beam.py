@@ -77,18 +77,22 @@ class Beam:
     def __init__(
         self, scenario: Scenario, strategy: Strategy, nodes: Array, least: float, most: Array | None = None
     ) -> None:
-        self.scenario, self.nodes = scenario, nodes
-        self.num_stages, self.last = scenario.cluster.num_gpus, len(nodes) - 1
+        self.scenario = scenario
+        self.nodes = nodes
+        self.num_stages = scenario.cluster.num_gpus
+        self.last = len(nodes) - 1
         begin, end = np.triu_indices(len(nodes), 1)
         lengths = nodes[end] - nodes[begin]
         allowed = (lengths >= least) | ((begin == 0) & (end == self.last))
         if most is not None:
             allowed &= lengths <= most[begin]
         order = np.flatnonzero(allowed)[np.argsort(end[allowed], kind="stable")]
-        self.begin, lengths = begin[order], lengths[order]
+        self.begin = begin[order]
+        lengths = lengths[order]
         self.first = np.searchsorted(end[order], np.arange(len(nodes) + 1))  # by node: first cell that ends there
         starts = scenario.request.cached_prefix + nodes[self.begin]
-        costs, cost = scenario.layer_costs(), scenario.cost
+        costs = scenario.layer_costs()
+        cost = scenario.cost
         self.slowness = [scenario.cluster.slowness(stage) for stage in range(self.num_stages)]
         self.kinds = scenario.share.layer_kind_index
         prepared = before_step(scenario, lengths, starts + lengths, cost)
@@ -105,7 +109,8 @@ class Beam:
         # Messages behind each stage; behind the last stage, there is none.
         self.sent_s = np.stack([*(busy_s[path] for path in paths), np.zeros_like(lengths)])
         self.latency_s = np.array([*(path.latency_s for path in paths), 0.0])
-        self.message_s, self.holds = scenario.host.message_s, not scenario.sends_overlap
+        self.message_s = scenario.host.message_s
+        self.holds = not scenario.sends_overlap
 
     def best(self, layouts: Sequence[Layers], references: Sequence[Index] = ()) -> list[Pieces]:
         """The best pieces for layouts of layers, fastest first.
@@ -130,10 +135,8 @@ class Beam:
         longest_s = longest_s + sent_s if self.holds else np.maximum(longest_s, sent_s)
         shares = work_s.sum(axis=1)
         caps = _CAPS * longest_s.max()
-        sums_s, before = (
-            np.full((len(self.nodes), len(caps)), np.inf),
-            np.zeros((len(self.nodes), len(caps)), dtype=np.int64),
-        )
+        sums_s = np.full((len(self.nodes), len(caps)), np.inf)
+        before = np.zeros((len(self.nodes), len(caps)), dtype=np.int64)
         sums_s[0] = 0.0
         for node in range(1, len(self.nodes)):
             cells = slice(self.first[node], self.first[node + 1])
@@ -147,7 +150,8 @@ class Beam:
         for column in np.argsort(ttft_s, kind="stable"):
             if not np.isfinite(ttft_s[column]) or len(by_number) == number:
                 break
-            inner, node = list[int](), self.last
+            inner = list[int]()
+            node = self.last
             while node := int(before[node, column]):
                 inner.append(node)
             by_number.setdefault(len(inner), np.array(inner[::-1], dtype=np.int64))
@@ -156,7 +160,9 @@ class Beam:
     def _stages(self, layouts: Sequence[Layers]) -> _Stages:
         known: dict[tuple[int, range], Segment] = {}
         shape = (self.num_stages, len(layouts), len(self.begin))
-        device_s, floor_s, issued_s = np.empty(shape), np.empty(shape), np.empty(shape[:2])
+        device_s = np.empty(shape)
+        floor_s = np.empty(shape)
+        issued_s = np.empty(shape[:2])
         for column, layers in enumerate(layouts):
             ends = accumulate(layers, initial=0)
             for stage, (first, after) in enumerate(pairwise(ends)):
@@ -170,7 +176,8 @@ class Beam:
 
     def _stage(self, stage: int, layers: range) -> Segment:
         """The times of all pieces on a stage with these layers."""
-        whole, kinds = self.work[stage][min(stage, 1)], self.work[stage][2:]
+        whole = self.work[stage][min(stage, 1)]
+        kinds = self.work[stage][2:]
         for kind, count in Counter(self.kinds[layers.start : layers.stop]).items():
             one = kinds[kind]
             assert one.floor_s is not None
@@ -193,7 +200,8 @@ class Beam:
             cells = [self._cell(*pair) for pair in pairwise(at)]
             own_s = self._rest_of(work_s[:, same][:, :, cells], self.sent_s[:, cells])
             after = np.minimum(np.searchsorted(at, np.arange(self.last + 1), side="right"), len(at) - 1)
-            begin, end = self.nodes[at[after - 1]], self.nodes[at[after]]
+            begin = self.nodes[at[after - 1]]
+            end = self.nodes[at[after]]
             share = (self.nodes - begin) / (end - begin)
             rest_s[:, :, same] = own_s[..., after - 1] + share * (own_s[..., after] - own_s[..., after - 1])
         return rest_s
@@ -204,9 +212,13 @@ class Beam:
         work_s: shape (stages, layouts, pieces); sent_s: (stages, pieces).
         """
         shape = (*work_s.shape[:2], work_s.shape[2] + 1)
-        rest_s, link_s, latency_s = np.zeros(shape), np.zeros(shape), self.latency_s[:, None]
+        rest_s = np.zeros(shape)
+        link_s = np.zeros(shape)
+        latency_s = self.latency_s[:, None]
         for piece in range(work_s.shape[2] - 1, -1, -1):
-            own_s, busy_s, next_s = work_s[:, :, piece], sent_s[:, None, piece], rest_s[:, :, piece + 1]
+            own_s = work_s[:, :, piece]
+            busy_s = sent_s[:, None, piece]
+            next_s = rest_s[:, :, piece + 1]
             if self.holds:
                 least_s = own_s + busy_s + next_s
             else:
@@ -230,13 +242,17 @@ class Beam:
     def _walk(self, layouts: Sequence[Layers], references: Sequence[Index]) -> list[Pieces]:
         """Visit all nodes; return the labels of the last one. Each layout has a reference for the remaining time."""
         stages = self._stages(layouts)
-        walk, rest_s = _Walk(self, stages), self._rest_s(stages, references)
-        count, rows = len(references), np.arange(len(references))[:, None]
+        walk = _Walk(self, stages)
+        rest_s = self._rest_s(stages, references)
+        count = len(references)
+        rows = np.arange(len(references))[:, None]
         # Times at which stages and, if messages overlap with computation, the links behind them are free. The last row
         # is the number of pieces.
         parts = 1 if self.holds else 2
         state = np.full((parts * self.num_stages + 1, count, len(self.nodes), _LABELS), np.inf)
-        state[:, :, 0, 0], state[: self.num_stages, :, 0, 0], state[-1] = -np.inf, 0.0, 0.0
+        state[:, :, 0, 0] = -np.inf
+        state[: self.num_stages, :, 0, 0] = 0.0
+        state[-1] = 0.0
         rest_s = rest_s[:parts].reshape(-1, *rest_s.shape[2:])
         before = np.zeros(state.shape[1:], dtype=np.int64)  # previous node times _LABELS, plus label
         for node in range(1, len(self.nodes)):
@@ -265,7 +281,8 @@ class Beam:
             chosen = score.reshape(count, -1).argpartition(_LABELS - 1, axis=1)[:, :_LABELS]
             state[:, :, node] = now.reshape(*now.shape[:2], -1)[:, rows, chosen]
             before[:, node] = begin[chosen // _LABELS] * _LABELS + chosen % _LABELS
-        ttft_s, labels = state[self.num_stages - 1, :, self.last], before.tolist()
+        ttft_s = state[self.num_stages - 1, :, self.last]
+        labels = before.tolist()
         return [
             Pieces(float(ttft_s[column, label]), layouts[column], self._traced(labels[column], int(label)))
             for column, label in zip(*np.nonzero(np.isfinite(ttft_s)), strict=True)
@@ -273,7 +290,8 @@ class Beam:
 
     def _traced(self, before: Sequence[Sequence[int]], label: int) -> Index:
         """The inner nodes of a label of the last node, in ascending order."""
-        inner, node = list[int](), self.last
+        inner = list[int]()
+        node = self.last
         while True:
             node, label = divmod(before[node][label], _LABELS)
             if not node:
@@ -290,12 +308,15 @@ class _Walk:
     """
 
     def __init__(self, beam: Beam, stages: _Stages) -> None:
-        self.holds, self.message_s, self.sent_s = beam.holds, beam.message_s, beam.sent_s[:-1, None]
+        self.holds = beam.holds
+        self.message_s = beam.message_s
+        self.sent_s = beam.sent_s[:-1, None]
         into_s = self.sent_s + beam.latency_s[:-1, None, None]
         self.through_s = stages.device_s.copy()
         self.through_s[1:] += into_s
         np.cumsum(self.through_s, axis=0, out=self.through_s)
-        place, last = np.arange(beam.num_stages)[:, None], beam.num_stages - 1
+        place = np.arange(beam.num_stages)[:, None]
+        last = beam.num_stages - 1
         received_s = beam.message_s * (place > 0)
         posted_s = received_s + stages.issued_s + beam.message_s  # when the host has issued the send
         self.each_s = (received_s + stages.issued_s + beam.message_s * (place < last))[..., None, None]

@@ -53,7 +53,9 @@ from planner.search.minimise import unique_rows
 
 PRECISION = 2.0**-12  # relative precision of a chunk
 _WALL_SHARE = 0.999  # a wall is proven if a chunk that ends there takes this share of the time limit
-FIRST, AGAIN = (0.25, 32), (0.05, 12)  # (half-width of the first bracket as a share of a chunk, number of rounds)
+# (half-width of the first bracket as a share of a chunk, number of rounds)
+FIRST = (0.25, 32)
+AGAIN = (0.05, 12)
 
 
 class StallBounds(NamedTuple):
@@ -83,7 +85,9 @@ class SendersBetweenWalls:
 
     def __init__(self, chain: ChainWork, host_s: float) -> None:
         """host_s: time at which hosts begin to issue the first layer, in the time of the devices."""
-        self.chain, self.host_s, self.senders = chain, host_s, range(chain.num_ranks - 1)
+        self.chain = chain
+        self.host_s = host_s
+        self.senders = range(chain.num_ranks - 1)
         self.holds = not chain.scenario.sends_overlap
         self.first_start = float(chain.scenario.request.cached_prefix)
         self.total = float(chain.scenario.request.context_len)
@@ -150,7 +154,8 @@ class SendersBetweenWalls:
 
         Shapes: starts (senders, K, columns); walls and waits (senders, columns), for all senders.
         """
-        ranks, ends = self.senders[first:], walls[first:, None]
+        ranks = self.senders[first:]
+        ends = walls[first:, None]
         chunks = np.maximum(ends - starts, 1.0)
         work = self.chain.work(ranks, chunks, ends - chunks)
         own = work.compute_s - work.last_post_s + work.send_held_s - (work.last_send_s if self.holds else 0.0)
@@ -166,8 +171,13 @@ class SendersBetweenWalls:
 
 
 _LENGTHS = 129  # tried lengths of the last chunk; the longest one that is not refuted at once is used
-_INTERVALS, _FEW_INTERVALS, _CELLS = 12, 5, 1280  # number of intervals of x; for many ranks, the smaller number
-_CUTS, _STEPS = 2, 12  # rounds of dividing weak intervals; largest number of targets per round
+# number of intervals of x; for many ranks, the smaller number
+_INTERVALS = 12
+_FEW_INTERVALS = 5
+_CELLS = 1280
+# rounds of dividing weak intervals; largest number of targets per round
+_CUTS = 2
+_STEPS = 12
 _WEAK = 0.5  # intervals are divided if their gap exceeds this share of the weakest interval's gap
 _PLANS = 4  # number of partitions between walls that are returned
 _OPEN = 0.1  # share of the gap that may remain before the next division
@@ -224,15 +234,19 @@ class _Intervals:
 
     def __init__(self, bound: _Bound, least: Array, most: Array, chunks: Array, within: tuple[float, int]) -> None:
         """Bound the stalls, first without a fill; `chunks`: start values for all senders but the first."""
-        self.bound, self.least, self.most = bound, least, most
-        self.tails, self.last_wall = bound.tails(least, most), bound.chain.total - most
+        self.bound = bound
+        self.least = least
+        self.most = most
+        self.tails = bound.tails(least, most)
+        self.last_wall = bound.chain.total - most
         self.goal = self.above = self.holds = np.full_like(least, bound.ttft_s)
         # low: proven bound; below, above: highest refuted and lowest other target; *_by: needed time less target.
         self.low = self.below = np.zeros_like(least)
         self.below_by = self.above_by = np.full_like(least, np.nan)
         after_s = self.tails.after_append_s
         walls = bound.chain.walls_for(self.last_wall, self.goal - after_s, chunks, None, within)
-        self.chunks, self.waits = walls.chunks, bound.chain.waits(walls.ends)
+        self.chunks = walls.chunks
+        self.waits = bound.chain.waits(walls.ends)
         self.holds = np.minimum(self.holds, after_s + walls.others_s)  # the waits are proven for TTFTs below this value
 
     def improve(self) -> None:
@@ -241,15 +255,19 @@ class _Intervals:
         The search ends at the target that equals the first rank's time with its remaining chunk. Waits that are proven
         for a target are proven for all lower targets.
         """
-        chain, goal, after_s = self.bound.chain, self.goal, self.tails.after_append_s
+        chain = self.bound.chain
+        goal = self.goal
+        after_s = self.tails.after_append_s
         walls = chain.walls_for(self.last_wall, goal - after_s, self.chunks, self.waits, AGAIN)
-        first_s, ends_s = after_s + walls.first_s, self._last_s()
+        first_s = after_s + walls.first_s
+        ends_s = self._last_s()
         if chain.chain.scenario.cluster.shares_bandwidth:
             ends_s = np.maximum(ends_s, after_s + chain.bus_s(walls.ends))
         holds = np.minimum(self.holds, after_s + walls.others_s)
         needed_s = np.maximum(first_s, ends_s)
         self.low = np.maximum(self.low, np.minimum(np.minimum(goal, holds), needed_s))
-        by, is_below = needed_s - goal, needed_s >= goal
+        by = needed_s - goal
+        is_below = needed_s >= goal
         self.below, self.below_by = np.where(is_below, (goal, by), (self.below, self.below_by))
         self.above, self.above_by = np.where(is_below, (self.above, self.above_by), (goal, by))
         self.chunks, self.holds = walls.chunks, np.where(is_below, self.holds, holds)
@@ -276,13 +294,15 @@ class _Intervals:
     def plans(self) -> Array:
         """Partitions between the walls of the weakest intervals."""
         index = np.argsort(self.low, kind="stable")[:_PLANS]
-        chunks, last = self.chunks[:, index], self.most[index]
+        chunks = self.chunks[:, index]
+        last = self.most[index]
         first = self.last_wall[index] - self.bound.chain.first_start - chunks.sum(axis=0)
         return np.asarray(np.maximum(1.0, np.concatenate([first[None], chunks, last[None]])).T)
 
     def divide(self, weak: npt.NDArray[np.intp], pieces: int) -> _Intervals:
         """The weak intervals, each divided into `pieces`, which begin with the bound of the whole interval."""
-        edges, whole = np.linspace(self.least[weak], self.most[weak], pieces + 1), np.tile(weak, pieces)
+        edges = np.linspace(self.least[weak], self.most[weak], pieces + 1)
+        whole = np.tile(weak, pieces)
         parts = _Intervals(self.bound, edges[:-1].ravel(), edges[1:].ravel(), self.chunks[:, whole], FIRST)
         parts.low = parts.below = self.low[whole]
         return parts
@@ -290,7 +310,9 @@ class _Intervals:
 
 class _Bound:
     def __init__(self, scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array, host_s: float) -> None:
-        self.scenario, self.strategy, self.ttft_s = scenario, strategy, ttft_s
+        self.scenario = scenario
+        self.strategy = strategy
+        self.ttft_s = ttft_s
         self.chain = SendersBetweenWalls(ChainWork(scenario, strategy, least=True), host_s)
         self.num_ranks = self.chain.chain.num_ranks
         self.warm_start = np.asarray(warm_start, dtype=float)[:-1, None]
@@ -307,7 +329,8 @@ class _Bound:
         if not len(least):
             return self.ttft_s
         chunks = self.warm_start[1:] * ((self.chain.total - most - self.chain.first_start) / self.warm_start.sum())
-        intervals, proven_s = _Intervals(self, least, most, chunks, FIRST), self.ttft_s
+        intervals = _Intervals(self, least, most, chunks, FIRST)
+        proven_s = self.ttft_s
         for division in count():
             for targets in range(_STEPS):
                 intervals.improve()
@@ -335,7 +358,8 @@ class _Bound:
 
     def tails(self, least: Array, most: Array) -> _Tails:
         """The least work of the last rank with a chunk from `least` to `most` tokens."""
-        last, total = range(self.num_ranks - 1, self.num_ranks), self.chain.total
+        last = range(self.num_ranks - 1, self.num_ranks)
+        total = self.chain.total
         work = self.chain.chain.work(last, least[None], (total - least)[None])
         received = self.chain.chain.work(last, least[None], (total - most)[None]).recv_held_s
         epilogue = build_program(self.scenario, self.strategy, [least]).epilogue[-1]

@@ -36,11 +36,17 @@ from planner.search.minimise import (
 
 _WORK = 8_000_000  # largest number of messages in all simulated partitions of a search
 _LEAST = 400  # number of partitions that every search may simulate
-_DESCENTS, _DESCENTS_ON_A_BUS = 5, 3  # largest number of descents
+# largest number of descents
+_DESCENTS = 5
+_DESCENTS_ON_A_BUS = 3
 _BEHIND = ((5, 1.01), (3, 1.1))  # (round, factor): from this round on, a descent ends if slower than factor x best
-_ROUNDS, _ROUNDS_TIMES_RANKS = 60, 1920  # largest number of rounds, and of rounds times ranks
+# largest number of rounds, and of rounds times ranks
+_ROUNDS = 60
+_ROUNDS_TIMES_RANKS = 1920
 _IDLE_ROUNDS = 2  # rounds without a gain at the smallest steps, after which a descent ends
-_STEPS, _FEW_STEPS = 12, 4  # steps (powers of two) per round: of all descents on a bus, of each descent elsewhere
+# steps (powers of two) per round: of all descents on a bus, of each descent elsewhere
+_STEPS = 12
+_FEW_STEPS = 4
 _MOVES = 400  # largest number of moves per round and descent, elsewhere than on a bus
 _LONGER = 2  # the first step of the next round is the last move, doubled this many times
 _HELPED = 8  # number of improving moves of a round whose sums the next round tries
@@ -50,8 +56,12 @@ _SCATTERED = 40  # number of random seeds of each kind
 _TOGETHER = 32  # moves of all boundaries together, per round
 _PLACES = 8  # largest number of ranks on which seeds concentrate the context, alone or in pairs
 _ENDLESS = 1e30  # bytes/s of links that take no time
-_STRIDES, _FEW_ROUNDS = 64, 12  # strides per even chunk, and rounds, of the search for the least TTFT on a bus
-_BETTER, _BETTER_BY_PART = 1e-5, 3e-5  # least gain of a move, as a share of TTFT: on a bus; elsewhere
+# strides per even chunk, and rounds, of the search for the least TTFT on a bus
+_STRIDES = 64
+_FEW_ROUNDS = 12
+# least gain of a move, as a share of TTFT: on a bus; elsewhere
+_BETTER = 1e-5
+_BETTER_BY_PART = 3e-5
 
 
 def most_on_a_bus(scenario: Scenario, strategy: Strategy) -> int:
@@ -75,9 +85,11 @@ def plan_on_a_bus(scenario: Scenario, strategy: Strategy) -> tuple[Row, float]:
 
 
 def _plan_on_a_bus(scenario: Scenario, strategy: Strategy) -> tuple[Row, float]:
-    tokens, num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+    tokens = scenario.request.new_tokens
+    num_ranks = scenario.cluster.num_gpus
     chain = chain_like(strategy)
-    quiet, messages = Evaluator(scenario.with_own_links(_ENDLESS, latency_s=0.0), strategy), ChainWork(scenario, chain)
+    quiet = Evaluator(scenario.with_own_links(_ENDLESS, latency_s=0.0), strategy)
+    messages = ChainWork(scenario, chain)
 
     def least_s(boundaries: Boundaries, enough_s: float = math.inf) -> Array:
         chunks = chunks_between(boundaries, tokens).astype(float)
@@ -94,7 +106,8 @@ def _plan_on_a_bus(scenario: Scenario, strategy: Strategy) -> tuple[Row, float]:
 
 def last_ranks_balanced(scenario: Scenario, chain: Strategy, counts: Sequence[int]) -> Iterator[Array]:
     """Yield, for each count, balanced chunks of as many last ranks; the other ranks are idle, with 0 tokens."""
-    request, num_ranks = scenario.request, scenario.cluster.num_gpus
+    request = scenario.request
+    num_ranks = scenario.cluster.num_gpus
     for used in counts:
         fewer = replace(request, context_len=request.context_len - (num_ranks - used))
         balanced = balanced_chunks(replace(scenario.on_gpus(used), request=fewer), chain)
@@ -131,9 +144,15 @@ class Descents:
         *,
         wide: bool,
     ) -> None:
-        self.scenario, self.chain, self.stride, self.evaluate = scenario, chain, stride, evaluate
-        self.tokens, self.num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
-        self.left, self.plans, self.wide = most, plans, wide
+        self.scenario = scenario
+        self.chain = chain
+        self.stride = stride
+        self.evaluate = evaluate
+        self.tokens = scenario.request.new_tokens
+        self.num_ranks = scenario.cluster.num_gpus
+        self.left = most
+        self.plans = plans
+        self.wide = wide
         self.is_bus, self.groups = scenario.cluster.shares_bandwidth, groups(self.num_ranks - 1)
         self.better = _BETTER if self.is_bus else _BETTER_BY_PART
         self.was_limited = False  # whether the limit left some partitions untried
@@ -198,7 +217,9 @@ class Descents:
         one.also = one.also[valid(one.also, self.tokens)]
         strides = max(1, int(np.abs(moves[0]).max()) // self.stride)
         one.step = min(self.first_step, self.stride << max(_LONGER, strides.bit_length() - 1 + _LONGER))
-        one.best, one.best_s, one.idle = rows[order[0]], float(times_s[order[0]]), 0
+        one.best = rows[order[0]]
+        one.best_s = float(times_s[order[0]])
+        one.idle = 0
 
     def _around(self, one: _Descent, steps: list[int]) -> Boundaries:
         """Candidates: groups moved by the steps, random moves of all boundaries, sums of the last moves, idle ranks."""
@@ -216,7 +237,8 @@ class Descents:
     def _with_idle_ranks(self, boundaries: Row) -> Boundaries:
         """Partitions where one rank has the smallest chunk, and its other tokens go to a neighbour or the last rank."""
         chunks = chunks_between(boundaries, self.tokens)
-        last, rows = self.num_ranks - 1, []
+        last = self.num_ranks - 1
+        rows = []
         for rank in range(self.num_ranks):
             for other in {max(0, rank - 1), min(last, rank + 1), last} - {rank}:
                 row = chunks.copy()
@@ -228,7 +250,8 @@ class Descents:
     def _plans(self) -> Iterator[Array]:
         """Chunks of the seeds. Idle ranks have 0 tokens here; rounding gives them one."""
         yield from self.plans
-        ranks, counts = np.arange(self.num_ranks), _spread(1, self.num_ranks)
+        ranks = np.arange(self.num_ranks)
+        counts = _spread(1, self.num_ranks)
         if self.is_bus:
             yield from last_ranks_balanced(self.scenario, self.chain, counts)
         if not self.wide:

@@ -48,7 +48,8 @@ class Grid:
 
     def _binary(self, stride: int) -> tuple[tuple[int, ...], float]:
         """Find the minimum of TTFT, which falls and then rises with the first chunk, by bisection."""
-        low, high = 1, max(1, (self.num_tokens - 1) // stride)
+        low = 1
+        high = max(1, (self.num_tokens - 1) // stride)
         while low < high:
             middle = (low + high) // 2
             here, beyond = self.evaluate(np.array([[middle], [middle + 1]]) * stride)

@@ -69,7 +69,8 @@ class Evaluator:
         if self.is_spent and len(chunks) > 1:
             return np.full(len(chunks), np.inf)
         runner = self.runner
-        parts, first = list[Array](), 0
+        parts = list[Array]()
+        first = 0
         for block in runner.blocks(chunks):
             layers = None if stage_layers is None else stage_layers[:, first : first + block.shape[1]]
             parts.append(runner.finish_s(block, last_only=True, enough_s=enough_s, stage_layers=layers)[-1])
@@ -168,7 +169,8 @@ def unique_rows(rows: Sequence[npt.NDArray[Any]] | npt.NDArray[Any]) -> npt.NDAr
 
 def apart(boundaries: Boundaries, times_s: Array, num_tokens: int, most: int) -> list[int]:
     """Indices of the fastest rows, at most `most`, that differ from each other in more than a tenth of the tokens."""
-    chunks, chosen = chunks_between(boundaries, num_tokens), list[int]()
+    chunks = chunks_between(boundaries, num_tokens)
+    chosen = list[int]()
     for index in np.argsort(times_s, kind="stable"):
         moved = [np.abs(chunks[index] - chunks[other]).sum() / 2 for other in chosen]
         if all(one > _APART * num_tokens for one in moved):
@@ -225,7 +227,8 @@ def groups(count: int) -> npt.NDArray[np.int64]:
 
 # -- the pattern search
 
-_MOVES_TOGETHER, _IDLE_ROUNDS = 120, 2
+_MOVES_TOGETHER = 120
+_IDLE_ROUNDS = 2
 _BETTER = 1e-6  # a move must gain this share of TTFT
 
 
@@ -250,13 +253,15 @@ def minimise(
     when it brings no improvement. directions: moves per step, instead of the groups. also: additional moves of every
     round.
     """
-    best, best_s = start, float(evaluate(start[None])[0])
+    best = start
+    best_s = float(evaluate(start[None])[0])
     if directions is None:
         directions = np.concatenate([groups(len(start)), -groups(len(start))])
     always = np.zeros((0, len(start)), dtype=np.int64) if also is None else also
     most = max(stride, num_tokens // (len(start) + 1) // 2)
     steps = [stride << power for power in range(64) if stride << power <= most]
-    step, idle = halve_from, 0
+    step = halve_from
+    idle = 0
     for round_ in range(rounds):
         moves = [] if idle and step is None else [length * directions for length in ([step] if step else steps)]
         candidates = best + np.concatenate([always, *moves])
@@ -266,7 +271,9 @@ def minimise(
             candidates = np.concatenate([candidates, distinct(together, stride, num_tokens)])
         moved, moved_s = best_of(candidates, best, best_s, num_tokens, evaluate)
         if moved_s < best_s * (1.0 - _BETTER):
-            best, best_s, idle = moved, moved_s, 0
+            best = moved
+            best_s = moved_s
+            idle = 0
         elif step is not None and step > stride:
             step = max(stride, step // 2)
         else:
@@ -304,12 +311,14 @@ def best_of(
     ttft_s = evaluate(candidates, center_s)
     order = np.argsort(ttft_s, kind="stable")
     helped = order[ttft_s[order] < center_s][:8]
-    best, best_s = candidates[order[0]], float(ttft_s[order[0]])
+    best = candidates[order[0]]
+    best_s = float(ttft_s[order[0]])
     if len(helped) > 1:
         sums = center + np.cumsum(candidates[helped] - center, axis=0)[1:]
         sums = sums[valid(sums, num_tokens)]
         if len(sums):
             sums_s = evaluate(sums, center_s)
             if sums_s.min() < best_s:
-                best, best_s = sums[sums_s.argmin()], float(sums_s.min())
+                best = sums[sums_s.argmin()]
+                best_s = float(sums_s.min())
     return best, best_s

@@ -54,26 +54,45 @@ _OF_EACH_PIECE = ("step_s", "launch_s", "collective_s")  # an engine's seconds p
 PAGE = 64  # tokens; pieces end at multiples of this number, which engines' page sizes divide
 MOST_A_STAGE = 64  # pieces per stage; with 64, filling and emptying the stages takes less than 1.6 % of TTFT
 _NODES = 96  # maximum number of nodes of a coarse search
-_LENGTHS, _PARTS = 96, 4  # number of tried piece lengths; most nodes per length
-_LONG, _LONGEST = 4, 12  # factor on _NODES if pieces are short; longest piece in node distances
+# number of tried piece lengths; most nodes per length
+_LENGTHS = 96
+_PARTS = 4
+# factor on _NODES if pieces are short; longest piece in node distances
+_LONG = 4
+_LONGEST = 12
 # More partitions are refined, and refined ones shaken, if their TTFTs are within these factors of the best. With the
 # first distance between nodes divided by _BEHIND_AT, a refinement ends if TTFT is above _BEHIND times that of another.
-_CLOSE, _CLOSE_REFINED, _BEHIND, _BEHIND_AT = 1.03, 1.0003, 1.007, 3
-_AROUND, _FEW = 3, 24  # nodes on each side of an end if there are few ends; number from which there are many
+_CLOSE = 1.03
+_CLOSE_REFINED = 1.0003
+_BEHIND = 1.007
+_BEHIND_AT = 3
+# nodes on each side of an end if there are few ends; number from which there are many
+_AROUND = 3
+_FEW = 24
 _MOST_REFINED = 512  # most ends of pieces for refinement
 _LONGER = 2.2  # longest refined piece, relative to the unrefined piece there
 _ALL_LAYOUTS = 8  # all layouts are tried if there are at most this many
-_NEIGHBOURS, _NEAR = 5, 1.03  # layouts per round; largest TTFT with the same pieces, relative to the best
+# layouts per round; largest TTFT with the same pieces, relative to the best
+_NEIGHBOURS = 5
+_NEAR = 1.03
 _SIMULATED = 6  # partitions of a beam search that are simulated
 _ROUNDS = 48  # maximum number of rounds of a descent
-_MOST_MOVES, _LEAST_MOVES, _CELLS = 256, 24, 2**16  # most and fewest candidates per round; candidates x ends x stages
+# most and fewest candidates per round; candidates x ends x stages
+_MOST_MOVES = 256
+_LEAST_MOVES = 24
+_CELLS = 2**16
 _MOST_GAIN = 0.04  # share of TTFT that a search is assumed to gain over its first coarse search
 _LAYERS_MOVED = np.array([1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32])  # layers that a neighbour of a result moves
 _FAR = 1.1  # largest TTFT of a neighbour of a result, relative to it, if there are many pieces
-_FIRST, _HOPE = 8, 1.0005  # first rounds of descents from neighbours; the best one goes on if its TTFT is this close
+# first rounds of descents from neighbours; the best one goes on if its TTFT is this close
+_FIRST = 8
+_HOPE = 1.0005
 # Pieces that take equally long: relative changes of their number; corrections of their lengths, and the damping of
 # these; distances between nodes per piece, at the first refinement.
-_MORE_PIECES, _BALANCES, _DAMPING, _SPACINGS = (0.15, -0.15, 0.05, -0.05), 5, 0.7, 6
+_MORE_PIECES = (0.15, -0.15, 0.05, -0.05)
+_BALANCES = 5
+_DAMPING = 0.7
+_SPACINGS = 6
 _WORTH = 1e-4  # least relative gain in TTFT of a round
 
 RowTime = tuple[Row, float]  # a row of _Search, and its TTFT
@@ -89,7 +108,9 @@ class _Effort(NamedTuple):
     shakes: int  # most descents from neighbours of the result
 
 
-_ROUGH, _QUICK, _THOROUGH = _Effort(2, 1, 0, 0), _Effort(3, 1, 1, 0), _Effort(4, 2, 5, 10)
+_ROUGH = _Effort(2, 1, 0, 0)
+_QUICK = _Effort(3, 1, 1, 0)
+_THOROUGH = _Effort(4, 2, 5, 10)
 _LITTLE_S = 0.1  # seconds of allowance below which a search is rough; without an allowance, it is thorough
 
 
@@ -117,16 +138,20 @@ def search_pipeline(
     least = max(step, least_piece or step)
     strategy = replace(strategy, stage_layers=even_layers(scenario.share.num_hidden_layers, scenario.cluster.num_gpus))
     if pieces is None:
-        run, given = _Search(scenario, strategy, min(step, tokens), min(least, tokens)), None
+        run = _Search(scenario, strategy, min(step, tokens), min(least, tokens))
+        given = None
     else:
-        run, given = _Search(scenario, strategy, 1, 1), np.array(pieces.boundaries[1:-1], dtype=np.int64)
-    run.evaluator.on_progress, run.evaluator.allowance = on_progress, allowance
+        run = _Search(scenario, strategy, 1, 1)
+        given = np.array(pieces.boundaries[1:-1], dtype=np.int64)
+    run.evaluator.on_progress = on_progress
+    run.evaluator.allowance = allowance
     if allowance is not None:
         run.effort = _QUICK if allowance.left_s > _LITTLE_S else _ROUGH
     row, ttft_s = run.run(given)
     lengths, layers = (tuple(map(int, one[0])) for one in run.partitions(row[None]))
     evaluations = run.evaluator.evaluations
-    strategy, partition = replace(strategy, stage_layers=layers), Partition(chunk_lens=lengths)
+    strategy = replace(strategy, stage_layers=layers)
+    partition = Partition(chunk_lens=lengths)
     if pieces is None and not fits(scenario, memory_of(scenario, strategy, partition)):
         strategy, partition, ttft_s = _that_fits(scenario, strategy) or (strategy, partition, ttft_s)
     report = SearchReport(method=run.method, evaluations=evaluations, seconds=time.perf_counter() - begin_s)
@@ -135,7 +160,8 @@ def search_pipeline(
 
 def _that_fits(scenario: Scenario, strategy: Strategy) -> tuple[Strategy, Partition, float] | None:
     """The fastest even pieces that fit in memory, with even layers or with layers of equal bytes; None: none fit."""
-    num_stages, num_layers = scenario.cluster.num_gpus, scenario.share.num_hidden_layers
+    num_stages = scenario.cluster.num_gpus
+    num_layers = scenario.share.num_hidden_layers
     found = []
     for layers in {even_layers(num_layers, num_stages), layers_of_equal_bytes(bytes_of_layers(scenario), num_stages)}:
         changed = replace(strategy, stage_layers=layers)
@@ -217,8 +243,10 @@ def piece_numbers(scenario: Scenario, strategy: Strategy) -> list[int]:
 
 
 def _best_even_pieces(evaluator: Evaluator) -> tuple[Partition, float]:
-    scenario, strategy = evaluator.scenario, evaluator.strategy
-    tokens, context = scenario.request.new_tokens, context_ranks(strategy)
+    scenario = evaluator.scenario
+    strategy = evaluator.strategy
+    tokens = scenario.request.new_tokens
+    context = context_ranks(strategy)
     if context > tokens:
         raise InputError("strategies", strategy.name, f"at most one context rank per token, here {tokens}")
     numbers = piece_numbers(scenario, strategy)
@@ -232,12 +260,14 @@ def _best_even_pieces(evaluator: Evaluator) -> tuple[Partition, float]:
     each = [Partition.even(tokens, number) for number in numbers]
     fitting = (one for one in each if fits(scenario, memory_of(scenario, strategy, one)))
     first = next(fitting, None)
-    best, best_s = each[0], float("inf")
+    best = each[0]
+    best_s = float("inf")
     for partition in each if first is None else chain([first], fitting):
         ttft_s = evaluator.one(partition.chunk_lens)
         if ttft_s > best_s * (1 - _GAIN):
             break
-        best, best_s = partition, ttft_s
+        best = partition
+        best_s = ttft_s
     return best, best_s
 
 
@@ -249,14 +279,21 @@ class _Search:
     """
 
     def __init__(self, scenario: Scenario, strategy: Strategy, stride: int, least: int) -> None:
-        self.scenario, self.strategy, self.stride, self.least = scenario, strategy, stride, least
-        self.tokens, self.num_stages = scenario.request.new_tokens, scenario.cluster.num_gpus
+        self.scenario = scenario
+        self.strategy = strategy
+        self.stride = stride
+        self.least = least
+        self.tokens = scenario.request.new_tokens
+        self.num_stages = scenario.cluster.num_gpus
         self._kinds = np.array(scenario.share.layer_kind_index)
-        self.num_layers, self.end = scenario.share.num_hidden_layers, -(-self.tokens // stride)
-        self.evaluator, self.method = Evaluator(scenario, strategy), "pipeline"
+        self.num_layers = scenario.share.num_hidden_layers
+        self.end = -(-self.tokens // stride)
+        self.evaluator = Evaluator(scenario, strategy)
+        self.method = "pipeline"
         self.slowness = np.array([scenario.cluster.slowness(stage) for stage in range(self.num_stages)])
         # With the pieces of a row: seconds of all layers before each layer, and the shortest piece's share of a layer.
-        self.until_s, self.shortest = np.zeros(self.num_layers + 1), 0.0
+        self.until_s = np.zeros(self.num_layers + 1)
+        self.shortest = 0.0
         self.effort = _THOROUGH
 
     def run(self, given: Row | None) -> RowTime:
@@ -275,7 +312,8 @@ class _Search:
                 return plans[0][:2]
         plans = sorted([*plans[: self.effort.refinements], self._balanced(plans[0][0])], key=itemgetter(1))
         plans = [one for one in plans[: self.effort.refinements + 1] if one[1] <= _CLOSE * plans[0][1]]
-        best_s, refined = math.inf, list[RowTime]()
+        best_s = math.inf
+        refined = list[RowTime]()
         for plan in plans:
             refined.append(self._refine(*plan, best_s))
             best_s = min(best_s, refined[-1][1])
@@ -335,7 +373,8 @@ class _Search:
 
     def _neighbours_of_result(self, row: Row, ttft_s: float) -> list[Row]:
         """The fastest rows with one piece more or fewer, and with layers moved from one stage to any other."""
-        ends, last = self._ends(row), self.num_stages - 1
+        ends = self._ends(row)
+        last = self.num_stages - 1
         at = np.concatenate([[0], ends, [self.end]])
         more = [np.sort(np.append(row, one)) for one in unique_rows((at[1:] + at[:-1]) // 2) if one not in at]
         fewer = [np.delete(row, one) for one in range(len(ends))]
@@ -395,7 +434,8 @@ class _Search:
 
         to_beat_s: TTFT of another refined row; a refinement that stays far above it ends early.
         """
-        again, first = 0, spacing
+        again = 0
+        first = spacing
         self._measure(self._ends(row))
         while (ends := np.concatenate([[0], self._ends(row), [self.end]])).size <= _MOST_REFINED:
             around = spacing * np.arange(-_AROUND, _AROUND + 1) if len(ends) < _FEW else spacing * np.arange(-1, 2)
@@ -464,7 +504,8 @@ class _Search:
         if math.comb(self.num_layers - 1, self.num_stages - 1) <= _ALL_LAYOUTS:
             ends = np.array(list(combinations(range(1, self.num_layers), self.num_stages - 1)), dtype=np.int64)
             return [tuple(map(int, one)) for one in chunks_between(ends, self.num_layers)]
-        each_s, slowness = np.diff(self.until_s), self.slowness
+        each_s = np.diff(self.until_s)
+        slowness = self.slowness
         shares = np.cumsum(1 / slowness)[:-1] / (1 / slowness).sum()
         equal = 1 + np.abs((np.cumsum(each_s) / each_s.sum())[:, None] - shares).argmin(axis=0)
         messages_s = np.zeros(self.num_stages)

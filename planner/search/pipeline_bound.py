@@ -62,13 +62,17 @@ from kvrsim.strategies.pipeline import PIPELINE_SEARCHED
 from planner.search.minimise import unique_rows
 from planner.search.pipeline import PAGE
 
-_EXACT, _NUMBERS = 64, 1.04  # largest number of pieces that is an interval of its own; ratio of larger numbers
+# largest number of pieces that is an interval of its own; ratio of larger numbers
+_EXACT = 64
+_NUMBERS = 1.04
 _ENDS = 256  # most ends of pieces for shortest paths
 _RATIO = 1.02  # ratio of a cell's longest to its shortest piece, and of its latest to its first start
 _TILE = 128  # tokens: cells of shorter pieces end at its multiples
 _PIECES = 2 ** np.arange(0, 8.5, 0.5)  # numbers of even pieces for which prices are tried
 _PRICES = np.array([[0.1], [0.25], [0.4], [0.55], [0.7], [0.85], [1.0]])  # prices as shares of an even piece's time
-_LEAST, _NEVER = 1e-12, 1e30  # least share of a stage; share of stages without layers
+# least share of a stage; share of stages without layers
+_LEAST = 1e-12
+_NEVER = 1e30
 _TINY = 1e-290  # divisor in place of 0
 _FEW = 0.003  # share of messages in a piece below which paths do not contain them
 _NEAR = 1e-6  # a geometric series of a ratio so near to 1 is not divided by the distance
@@ -83,7 +87,8 @@ class _Sums:
 
     def least_s(self, fewest: Array, most: Array) -> Array:
         """Least seconds for each interval of the number of pieces."""
-        total_s, price_s = self.total_s[:, None], self.price_s[:, None]
+        total_s = self.total_s[:, None]
+        price_s = self.price_s[:, None]
         return np.asarray((total_s + price_s * np.where(price_s > 0, fewest, most)).max(axis=0))
 
 
@@ -106,13 +111,15 @@ class _Pieces:
         """The cells of all pieces of at least `least` tokens."""
         count, rest = divmod(tokens, stride)
         if count <= _ENDS:
-            rows, columns = np.arange(1, count + 1), np.arange(count)
+            rows = np.arange(1, count + 1)
+            columns = np.arange(count)
             row, column = np.tril_indices(count)
             shortest = longest = stride * (rows[row] - columns[column]) + rest * (row == count - 1.0)
         else:
             edges = unique_rows(np.geomspace(1, count, 2 + int(np.log(count) / np.log(_RATIO))).astype(np.int64))
             tiles = np.arange(_TILE, min(tokens, int(_TILE / (_RATIO - 1))), _TILE) // stride + 1
-            rows, columns = unique_rows(np.concatenate([edges, tiles[tiles <= count]])), np.append(0, edges)
+            rows = unique_rows(np.concatenate([edges, tiles[tiles <= count]]))
+            columns = np.append(0, edges)
             row, column = np.nonzero(rows[:, None] + columns <= count)
             shortest = stride * rows[row].astype(float)
             longest = stride * np.append(rows[1:] - 1.0, count)[row] + rest
@@ -161,13 +168,15 @@ class _Pieces:
     def _prices(self, column_s: Array) -> Array:
         """Prices at which some lengths are the cheapest, from the lower convex hull of times by length."""
         usable = np.isfinite(column_s)
-        x, y = np.append(self.rows[1:] - 1.0, self.tokens // self.stride)[usable], column_s[usable]
+        x = np.append(self.rows[1:] - 1.0, self.tokens // self.stride)[usable]
+        y = column_s[usable]
         while len(x) > 2:
             slopes = np.diff(y) / np.diff(x)
             is_corner = np.concatenate([[True], slopes[1:] > slopes[:-1], [True]])
             if is_corner.all():
                 break
-            x, y = x[is_corner], y[is_corner]
+            x = x[is_corner]
+            y = y[is_corner]
         if len(x) < 2:
             return np.zeros(1)
         edges = np.clip(np.searchsorted(x, self.tokens // self.stride / _PIECES), 1, len(x) - 1)
@@ -218,14 +227,19 @@ class _Bound:
 
     def __init__(self, scenario: Scenario, ttft_s: float, pieces: _Pieces, least: int) -> None:
         """pieces: those of at least `least` tokens."""
-        self.scenario, self.ttft_s, self.tokens = scenario, ttft_s, scenario.request.new_tokens
-        cluster, costs, one = scenario.cluster, scenario.layer_costs(), np.ones(1)
+        self.scenario = scenario
+        self.ttft_s = ttft_s
+        self.tokens = scenario.request.new_tokens
+        cluster = scenario.cluster
+        costs = scenario.layer_costs()
+        one = np.ones(1)
         self.slowness = np.array([cluster.slowness(stage) for stage in range(cluster.num_gpus)])
         self.speed = float((1 / self.slowness).sum())  # of all stages, relative to a GPU that is not slowed
         self.paths = [cluster.path(rank, rank + 1) for rank in range(cluster.num_gpus - 1)]
         self.latency_s = sum(path.latency_s for path in self.paths)
         self.hosts_s = np.array([_host_s(own) for own in costs])
-        self.counts, self.nbytes = np.bincount(scenario.share.layer_kind_index), costs[0].activation_bytes(one)
+        self.counts = np.bincount(scenario.share.layer_kind_index)
+        self.nbytes = costs[0].activation_bytes(one)
         steps = (op for op in before_step(scenario, one, one, scenario.cost) if op.host_s)
         self.step_s = float(_seconds_of(steps)[0])  # of the engine
         kinds_s = [pieces.layer_s(own, scenario.request.cached_prefix, self.slowness.max()) for own in costs]
@@ -234,7 +248,8 @@ class _Bound:
         ends_s = _ends_s(scenario, np.array([float(least)]), pieces.stride)
         alone_s = works_s + sent_s.sum(axis=0) + ends_s + self.latency_s + len(self.slowness) * self.step_s
         possible = alone_s <= ttft_s
-        self.pieces, self.works_s = pieces.where(possible), works_s[possible]
+        self.pieces = pieces.where(possible)
+        self.works_s = works_s[possible]
         slowest_s = sent_s.max(axis=0, initial=0.0)
         self.parts_s = np.array([*kinds_s, slowest_s])[:, possible]
         self.links = (sent_s / np.maximum(slowest_s, _LEAST)).min(axis=1)  # message times, relative to the slowest link
@@ -307,7 +322,8 @@ class _Bound:
 
     def _busy_s(self, work_s: Array) -> Array:
         """Time of the layers and messages of a stage, if messages occupy both stages: the mean or the largest one."""
-        sent_s, none = self._all_sent_s(), np.zeros((1, len(self.most)))
+        sent_s = self._all_sent_s()
+        none = np.zeros((1, len(self.most)))
         latencies_s = np.array([[path.latency_s] for path in self.paths])
         awaited_s = self.fewest * latencies_s  # by the receivers
         messages_s = np.concatenate([sent_s, none]) + np.concatenate([none, sent_s + awaited_s])
@@ -336,10 +352,13 @@ class _Layouts:
         """
         of_kind = np.array(scenario.share.layer_kind_index) == np.arange(len(hosts_s))[:, None]
         self.until = np.pad(np.cumsum(of_kind, axis=1), ((0, 1), (1, 0)))  # parts before each layer
-        self.hosts_s, self.weights = np.append(hosts_s, 0.0), weights
-        self.low, self.high = shares.min(axis=1)[:, None], shares.max(axis=1)[:, None]
+        self.hosts_s = np.append(hosts_s, 0.0)
+        self.weights = weights
+        self.low = shares.min(axis=1)[:, None]
+        self.high = shares.max(axis=1)[:, None]
         self.slowness = [scenario.cluster.slowness(stage) for stage in range(scenario.cluster.num_gpus)]
-        self.links, self.overlaps = np.concatenate([[0.0], links, [0.0]]), scenario.sends_overlap
+        self.links = np.concatenate([[0.0], links, [0.0]])
+        self.overlaps = scenario.sends_overlap
 
     def share(self, numbers: Array) -> Array:
         """Least share of these numbers of parts in D, whatever the piece; shape (parts, B) to (B,)."""
@@ -356,7 +375,9 @@ class _Layouts:
         sums_s: least sum of D over all pieces. before_s: seconds that are added to those of paths. most_share: largest
         share of a stage.
         """
-        stages, layers, widths = len(self.slowness), self.until.shape[1] - 1, most - fewest + 1
+        stages = len(self.slowness)
+        layers = self.until.shape[1] - 1
+        widths = most - fewest + 1
         message = np.append(np.zeros(len(self.weights) - 1), 1.0)[:, None]
         later, longest = (np.full((len(most), layers + 1), _NEVER) for _ in range(2))
         later[:, -1] = longest[:, -1] = 1 / _NEVER
@@ -366,17 +387,23 @@ class _Layouts:
                 later = _with_stage(self.share(sent * message), later, widths)
             begin, end = np.triu_indices(layers + 1, 1)
             usable = (begin >= stage) & ((begin == 0) | (stage > 0)) & (later[0, end] < 1.0 / _LEAST)
-            begin, end = begin[usable], end[usable]
+            begin = begin[usable]
+            end = end[usable]
             own = self.until[:, end] - self.until[:, begin]
             first = self.slowness[stage] * own + (0.0 if self.overlaps else sent) * message
             first_s = self.share(first)
             own_s = first_s if self.overlaps else np.maximum(first_s, self.share(first + received * message))
             usable = own_s <= most_share
-            begin, end, own, own_s, first_s = begin[usable], end[usable], own[:, usable], own_s[usable], first_s[usable]
+            begin = begin[usable]
+            end = end[usable]
+            own = own[:, usable]
+            own_s = own_s[usable]
+            first_s = first_s[usable]
             paths = _with_stage(own_s, later[:, end], widths, own_s - first_s)
             hosts = np.maximum(paths, longest[:, end])
             if self.hosts_s.any():
-                host_s, added_s = self.hosts_s @ own, before_s[:, None]
+                host_s = self.hosts_s @ own
+                added_s = before_s[:, None]
                 alone_s = np.maximum(fewest[:, None] * host_s, host_s + later[:, end] * sums_s[:, None])
                 hosts = np.maximum(hosts, (alone_s - added_s) / sums_s[:, None])
             at = np.flatnonzero(np.diff(begin, prepend=-1))
@@ -392,13 +419,16 @@ def _with_stage(own: Array, later: Array, widths: Array, received: Array | float
 
     received: share r of the received message, which the first piece of a path does not have.
     """
-    ratios, lengths, rest = own / later, np.empty_like(later), np.zeros(later.shape[1])
+    ratios = own / later
+    lengths = np.empty_like(later)
+    rest = np.zeros(later.shape[1])
     with np.errstate(over="ignore"):
         for place, (ratio, width) in enumerate(zip(ratios, widths, strict=True)):
             if width == 1:
                 rest = (rest + 1.0) * ratio
             else:
-                power, is_near = ratio**width, np.abs(ratio - 1.0) < _NEAR
+                power = ratio**width
+                is_near = np.abs(ratio - 1.0) < _NEAR
                 most = width * np.maximum(1.0, power)  # of the geometric series
                 series = np.where(is_near, most, (1.0 - power) / np.where(is_near, 1.0, 1.0 - ratio))
                 rest = rest * power + ratio * series

@@ -34,12 +34,18 @@ from planner.search.minimise import (
     unique_rows,
 )
 
-_SCATTERED, _SCATTERED_TRIED, _NEAR = 200, 5, 1.2
-_TRIAL_ROUNDS, _BEHIND = 16, 1.03  # rounds after which a scattered partition must be within this factor of the best
+_SCATTERED = 200
+_SCATTERED_TRIED = 5
+_NEAR = 1.2
+# rounds after which a scattered partition must be within this factor of the best
+_TRIAL_ROUNDS = 16
+_BEHIND = 1.03
 _MOST_SCATTERED_RANKS = 32
 _PROVEN = 1.005
 _POLISHING_ROUNDS = 60
-_FINE_ROUNDS, _FINE_GAIN = 12, 5e-4  # rounds of steps below the stride, and their least relative gain in TTFT
+# rounds of steps below the stride, and their least relative gain in TTFT
+_FINE_ROUNDS = 12
+_FINE_GAIN = 5e-4
 _MANY_ROUNDS = 4  # rounds of a search over many ranks
 _COARSE = 64  # strides in the shortest chunk below which the stride is too coarse
 
@@ -77,7 +83,8 @@ def search(
     """
     if method not in METHODS:
         raise InputError("method", method, ", ".join(METHODS))
-    tokens, num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+    tokens = scenario.request.new_tokens
+    num_ranks = scenario.cluster.num_gpus
     if num_ranks > tokens:
         raise InputError("gpus", num_ranks, f"at most one GPU a token, here {tokens}")
     step = default_stride(tokens, num_ranks) if stride is None else stride
@@ -130,14 +137,18 @@ def default_stride(num_tokens: int, num_ranks: int) -> int:
 
 class _Search:
     def __init__(self, scenario: Scenario, strategy: Strategy, evaluator: Evaluator, stride: int) -> None:
-        self.scenario, self.strategy, self.evaluator, self.stride = scenario, strategy, evaluator, stride
+        self.scenario = scenario
+        self.strategy = strategy
+        self.evaluator = evaluator
+        self.stride = stride
         self.lower_bound_s: float | None = None
         self.balanced: Array | None = None
         self.warm_start: Row | None = None  # boundaries near which the best ones are expected
         self.was_limited = False  # whether the limit of a search on a bus left some partitions untried
         # Balanced chunks and bounds are those of KVR's chain; other strategies start from its chunks and have no bound.
         self.chain = strategy if strategy.chains else chain_like(strategy)
-        self.tokens, self.num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
+        self.tokens = scenario.request.new_tokens
+        self.num_ranks = scenario.cluster.num_gpus
 
     def run(self, method: str) -> tuple[Row, float, str]:
         """The best boundaries, their TTFT and the name of the method."""
@@ -224,7 +235,8 @@ class _Search:
     def _refined_with_walls(self, seeds: Boundaries) -> tuple[Row, float]:
         """Refine, with many ranks, the faster of the best seed and the partitions between walls of the bound."""
         seeds_s = self._evaluate(seeds)
-        best, best_s = seeds[int(seeds_s.argmin())], float(seeds_s.min())
+        best = seeds[int(seeds_s.argmin())]
+        best_s = float(seeds_s.min())
         return self._refined(np.array([best, *self._walls(best, best_s)]), _MANY_ROUNDS)
 
     def _walls(self, best: Row, best_s: float) -> list[Row]:

@@ -45,7 +45,9 @@ from planner.table.table import (
 from planner.uncertainty.intervals import interval_of
 from planner.uncertainty.sensitivities import sensitivities
 
-_AS_FAST, _AS_FAST_IF_EVEN_IS = 0.001, 0.015  # relative differences in TTFT within which partitions count as equal
+# relative differences in TTFT within which partitions count as equal
+_AS_FAST = 0.001
+_AS_FAST_IF_EVEN_IS = 0.015
 _EVEN_IS_AS_FAST = 0.02  # relative excess TTFT of even chunks up to which profiles cannot distinguish partitions
 _BLENDS = 64  # number of blends of two partitions
 _NEAR = 0.25  # the cost of a token is a mean over chunk lengths that differ by up to this share
@@ -72,7 +74,8 @@ class Draft:
 
 def draft_of(scenario: Scenario, strategy: Strategy) -> Draft:
     """The search result of one entry, which depends only on the scenario and the strategy."""
-    result, chain = search(scenario, strategy), chain_like(strategy)
+    result = search(scenario, strategy)
+    chain = chain_like(strategy)
     lower_s = result.lower_bound_s
     if lower_s is None and strategy.chains and scenario.chain_is_proven:
         lower_s = lower_bound_s(scenario, strategy, result.ttft_s)
@@ -128,7 +131,8 @@ def levels_of(
     chain = ChainWork(scenario, chain_like(strategy))
     chunks = np.array(partition, dtype=float)
     prefixes = scenario.request.cached_prefix + np.cumsum(chunks) - chunks
-    low, high = np.maximum(1.0, np.floor((1 - _NEAR) * chunks)), np.floor((1 + _NEAR) * chunks) + 1.0
+    low = np.maximum(1.0, np.floor((1 - _NEAR) * chunks))
+    high = np.floor((1 + _NEAR) * chunks) + 1.0
     trials = np.stack([chunks, low, high], axis=1)
     busy_s, low_s, high_s = chain.work(range(chain.num_ranks), trials, prefixes[:, None]).busy_s.T
 
@@ -137,7 +141,8 @@ def levels_of(
 
     rise_s = high_s - low_s - (extra_s(high) - extra_s(low))
     costs = np.maximum(rise_s / (high - low), 1e-3 * busy_s / chunks)
-    least, beyond = chunks + extra_s(chunks) / costs, chunks + 1 + extra_s(chunks + 1) / costs
+    least = chunks + extra_s(chunks) / costs
+    beyond = chunks + 1 + extra_s(chunks + 1) / costs
     spare_s = busy_s.max() - busy_s if strategy.chains else 0.0
     levels = np.maximum(least, np.minimum(least + spare_s / costs, beyond - _INSIDE))
     return tuple(levels.tolist()), tuple(costs.tolist())
@@ -148,11 +153,13 @@ def _interpolate(
 ) -> tuple[int, ...]:
     """The partition that a lookup interpolates from two neighbouring lengths."""
     lengths = [draft.context_len for draft in around]
-    tokens, cached = scenario.request.new_tokens, scenario.request.cached_prefix
+    tokens = scenario.request.new_tokens
+    cached = scenario.request.cached_prefix
     weight = (scenario.request.context_len - lengths[0]) / (lengths[1] - lengths[0])
     rows = []
     for draft in around:
-        request, total = replace(scenario.request, context_len=draft.context_len), sum(draft.partition)
+        request = replace(scenario.request, context_len=draft.context_len)
+        total = sum(draft.partition)
         levels, token_s = levels_of(replace(scenario, request=request), strategy, draft.partition, steps)
         rows.append(np.array([np.array(draft.partition) / total, np.array(levels) / total, token_s]))
     fractions, shares, token_s = (1 - weight) * rows[0] + weight * rows[1]
@@ -172,7 +179,8 @@ def _nearest_to_balanced(
     """The draft with the partition nearest to the balanced one, among blends that are about as fast as the best."""
     if draft.num_gpus == 1:
         return draft
-    balanced, tokens = np.array(draft.balanced, dtype=float), sum(draft.balanced)
+    balanced = np.array(draft.balanced, dtype=float)
+    tokens = sum(draft.balanced)
     shares = np.linspace(0.0, 1.0, _BLENDS + 1)[:, None]
     blends = np.concatenate([balanced + shares * (np.array(partition) - balanced) for partition in partitions])
     rows = unique_rows(chunks_between(to_grid(np.cumsum(blends, axis=1)[:, :-1], 1, tokens), tokens))
@@ -212,7 +220,8 @@ def make_table(
     journal: drafts of an interrupted build, to which new drafts are appended. If the pool's time budget ends, the table
     has the complete entries. Raises InputError if there are none, and for more GPUs than tokens.
     """
-    pool, own = pool or Pool(), searched_strategy(strategy)
+    pool = pool or Pool()
+    own = searched_strategy(strategy)
     scenarios = _scenarios(scenario, own, gpu_counts, context_lens)
     drafts = {} if journal is None else {one.key: one for one in _drafts_of(journal) if one.key in scenarios}
     missing = [key for key in scenarios if key not in drafts]
@@ -249,7 +258,8 @@ def _scenarios(
 ) -> dict[tuple[int, int], Scenario]:
     """The scenario of each entry, by number of GPUs and context."""
     check_places("ctx", context_lens, gpu_counts)
-    most, least = max(gpu_counts), min(context_lens) - scenario.request.cached_prefix
+    most = max(gpu_counts)
+    least = min(context_lens) - scenario.request.cached_prefix
     if most > least:
         raise InputError("gpus", most, f"at most one GPU per new token, here {least}")
 

@@ -106,7 +106,8 @@ def quantization_steps(scenario: Scenario) -> QuantizationSteps:
     context_len = scenario.request.context_len
     most = min(scenario.request.new_tokens, _MOST_CHUNK)
     alone, after = (_times_s(scenario, most, prefix) for prefix in (0.0, float(context_len)))
-    steps, steps_after = _steps(alone), _steps(after)
+    steps = _steps(alone)
+    steps_after = _steps(after)
     per_token = np.maximum(steps_after - steps, 0.0) / context_len
     large = steps + per_token * context_len / 2 > _LEAST_SHARE * (alone + after)[:-1] / 2
     at = np.nonzero(large)[0]
@@ -124,7 +125,8 @@ def _times_s(scenario: Scenario, most: int, prefix: float) -> Array:
     parts = []
     for first in range(0, most, _BLOCK):
         chunk = lengths[first : first + _BLOCK]
-        start, total = np.full_like(chunk, prefix), np.zeros_like(chunk)
+        start = np.full_like(chunk, prefix)
+        total = np.zeros_like(chunk)
         for count, costs in zip(counts, scenario.layer_costs(), strict=True):
             layer = costs.qkv_s(chunk) + costs.mixer.append_s(chunk, start)
             total += count * (layer + costs.mixer.attention_s(chunk, start) + costs.output_mlp_s(chunk))
@@ -177,7 +179,8 @@ class TableSetting:
     @classmethod
     def of(cls, scenario: Scenario, strategy: str = KVR_S.name) -> TableSetting:
         """The setting of a scenario without its number of GPUs and context; `strategy`: name of the strategy."""
-        cluster, request = scenario.cluster, scenario.request
+        cluster = scenario.cluster
+        request = scenario.request
         return cls(
             model=scenario.model.name,
             profile=scenario.profile_name,
@@ -200,7 +203,8 @@ class TableSetting:
 
     def differences(self, scenario: Scenario, strategy: str = KVR_S.name) -> list[str]:
         """Differences between the table and the scenario with the strategy, in words; empty if there are none."""
-        here, facts = TableSetting.of(scenario, strategy), self.facts()
+        here = TableSetting.of(scenario, strategy)
+        facts = self.facts()
         changes = [f"{name} {facts[name]}, not {fact}" for name, fact in here.facts().items() if fact != facts[name]]
         if not changes and self.fingerprint != TableSetting.of(scenario).fingerprint:
             return ["files of the same names with other figures in them, or another version of kvrsim"]
@@ -230,7 +234,8 @@ def _fingerprint(scenario: Scenario) -> str:
 
 def _figures(scenario: Scenario) -> dict[str, Any]:
     """Figures of the model, the profile or datasheet, the cluster, the kernel, and the request without its length."""
-    profile, request = scenario.profile, scenario.request
+    profile = scenario.profile
+    request = scenario.request
     cluster = _numbers(asdict(replace(scenario.cluster, num_gpus=1)))
     calibrated = profile and {
         "kernels": _numbers(asdict(profile.kernels)),
@@ -548,13 +553,15 @@ def to_steps(
         return [steps.longest(level + shift_s / cost, cost, prefix) for level, cost, prefix in ranks]
 
     most = max(cost * (level + num_tokens) for level, cost in zip(levels, token_s, strict=True))
-    low, high = -most, most
+    low = -most
+    high = most
     while sum(chunks(high)) < num_tokens:
         high *= 2
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (low, middle) if sum(chunks(middle)) >= num_tokens else (middle, high)
-    lengths, least = chunks(high), chunks(low)
+    lengths = chunks(high)
+    least = chunks(low)
     for rank in range(len(lengths)):  # several ranks may reach a step at the same shift: remove the excess
         lengths[rank] -= max(0, min(sum(lengths) - num_tokens, lengths[rank] - least[rank]))
     return tuple(lengths)

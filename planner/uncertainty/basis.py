@@ -130,7 +130,8 @@ def _sizes(scenario: Scenario, part: Part, chunk: int, start: int) -> Mapping[st
     """The sizes of one part, with the names in OperationFit.seen."""
     batch = scenario.request.batch
     if part.product is not None:
-        product, head = part.product, scenario.share.lm_head
+        product = part.product
+        head = scenario.share.lm_head
         is_head = (product.in_features, product.out_features) == (head.in_features, head.out_features)
         rows = batch * (1 if is_head and not scenario.traits.head_on_all_tokens else chunk * product.share)
         return {"tokens": rows, "in_features": product.in_features, "out_features": product.out_features}
@@ -149,7 +150,9 @@ def _inside(fit: OperationFit, sizes: Mapping[str, float]) -> bool:
 
 # -- Breakdown of a simulated prefill: seconds of every part, and each rank's waits
 
-_RESUME, _LAUNCHES, _ENGINE = Part("resume"), Part("launches"), Part("engine")
+_RESUME = Part("resume")
+_LAUNCHES = Part("launches")
+_ENGINE = Part("engine")
 _ROUNDING = 1e-9
 _RANK = re.compile(r"rank \d+")
 

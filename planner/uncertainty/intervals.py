@@ -73,14 +73,16 @@ def is_indistinguishable(faster: Sensitivities, slower: Sensitivities, faster_s:
     none = Sensitivity(0.0, 0.0)
     ours_by, theirs_by = ({**one.by_source, **one.in_differences} for one in (faster, slower))
     for source in {**ours_by, **theirs_by}:
-        ours, theirs = ours_by.get(source, none), theirs_by.get(source, none)
+        ours = ours_by.get(source, none)
+        theirs = theirs_by.get(source, none)
         squares += min(0.0, theirs.low - ours.low, theirs.high - ours.high) ** 2
     return math.log(slower_s / faster_s) <= math.sqrt(squares)
 
 
 def measured_coverage(scenario: Scenario) -> float | None:
     """Share of held-out TTFTs inside their prediction intervals; None: not measured."""
-    residual, request = end_to_end_residual(scenario), scenario.request
+    residual = end_to_end_residual(scenario)
+    request = scenario.request
     if residual is not None and (scenario.links_are_measured or scenario.num_gpus == 1):
         return residual.coverage
     if residual is not None:
@@ -117,7 +119,8 @@ def layout_notes(scenario: Scenario, strategy: Strategy) -> Iterator[str]:
     kinds = [LAYOUT_KINDS[kind] for kind in unmeasured_layouts(scenario)]
     if not kinds:
         return
-    residual, engine = end_to_end_residual(scenario), scenario.engine
+    residual = end_to_end_residual(scenario)
+    engine = scenario.engine
     where = f"profile {scenario.profile_name}" if residual is not None or engine is None else f"engine {engine.name}"
     yield note("layout", where=where, kinds=" or ".join(kinds), strategy=strategy.name)
 

@@ -18,7 +18,8 @@ from kvrsim.strategies import Strategy
 if TYPE_CHECKING:
     from planner.processes import Pool
 
-DEFAULT_SAMPLES, MAX_SAMPLES = 200, 100_000
+DEFAULT_SAMPLES = 200
+MAX_SAMPLES = 100_000
 FIRST_PLAN_SAMPLE = 10_000  # first sample of a plan, so that its samples differ from those of `simulate`
 _MOST_FACTORS = 55e6  # largest number of factors of jitter that are stored at a time, 8 bytes each
 _MOST_SLOTS = 2.0**24  # largest number of time slots of all samples, GPUs and links, 24 bytes each

@@ -113,9 +113,12 @@ def sensitivities(scenario: Scenario, strategy: Strategy, partition: Partition) 
     profile = scenario.profile
     if profile is None:
         return _ROOFLINE
-    by_source, in_differences = dict[ErrorSource, Sensitivity](), dict[ErrorSource, Sensitivity]()
+    by_source = dict[ErrorSource, Sensitivity]()
+    in_differences = dict[ErrorSource, Sensitivity]()
     runs = _Runs(scenario, strategy, partition)
-    residual, sides, engine = end_to_end_residual(scenario), engine_sides(scenario), scenario.engine
+    residual = end_to_end_residual(scenario)
+    sides = engine_sides(scenario)
+    engine = scenario.engine
     whole = engine is not None and engine.fit is not None and bool(engine.fit.widths)  # fitted to prefills of all kinds
     if residual is not None:
         half_width = math.log1p(residual.p80_ape)
@@ -135,7 +138,8 @@ def sensitivities(scenario: Scenario, strategy: Strategy, partition: Partition) 
         (in_differences if whole else by_source).update(
             {one.name: runs.to(one) for one in _software(scenario, strategy)}
         )
-    links, measured = _links(scenario), scenario.links_are_measured
+    links = _links(scenario)
+    measured = scenario.links_are_measured
     if links.log_sd and not (measured and residual is not None):
         (in_differences if measured and sides is not None else by_source)["links"] = runs.to(links)
     prefix = _prefix_link(scenario)
@@ -152,7 +156,8 @@ class _Runs:
     """Simulations of one strategy with one partition under changed sources."""
 
     def __init__(self, scenario: Scenario, strategy: Strategy, partition: Partition) -> None:
-        self.scenario, self.strategy = scenario, strategy
+        self.scenario = scenario
+        self.strategy = strategy
         self.chunks = columns(partition.chunk_lens)
         self._log_s: float | None = None  # log TTFT of the unchanged scenario
 
@@ -224,7 +229,8 @@ def end_to_end_residual(scenario: Scenario) -> Residual | None:
 
 def engine_sides(scenario: Scenario) -> tuple[float, float] | None:
     """Half-widths of the 80 % interval of log TTFT below and above, from the engine's errors; None: unknown."""
-    engine, request = scenario.engine, scenario.request
+    engine = scenario.engine
+    request = scenario.request
     if engine is None or scenario.profile is None:
         return None
     tokens = request.batch * request.new_tokens
@@ -237,7 +243,8 @@ def unmeasured_layouts(scenario: Scenario) -> tuple[str, ...]:
 
     Empty if no whole prefills are known, because the interval is then made from the errors of operations.
     """
-    residual, engine = end_to_end_residual(scenario), scenario.engine
+    residual = end_to_end_residual(scenario)
+    engine = scenario.engine
     known = engine.layouts if engine is not None else None
     if residual is not None:
         known = residual.layouts
@@ -255,7 +262,8 @@ def common_errors(scenario: Scenario, parts: Iterable[Part]) -> dict[ErrorSource
     Rows of the same engine already contain the error of the tables; other engines may have run other kernels. No row
     has a part of UNCOMPARED_KINDS.
     """
-    engine, operations = scenario.engine, {} if scenario.profile is None else scenario.profile.operations
+    engine = scenario.engine
+    operations = {} if scenario.profile is None else scenario.profile.operations
     if engine is not None and engine.fit is not None and engine.fit.widths:  # engine errors include kernel errors
         return {}
     of_table = {part: operations[part.kind].systematic_log_sd or 0.0 for part in parts if part.kind in operations}
@@ -279,7 +287,8 @@ def _part_log_sd(profile: CalibrationProfile, part: Part) -> float:
 
 def _software(scenario: Scenario, strategy: Strategy) -> Iterator[StartupDelay | Perturbation]:
     """The terms of the engine, or of the profile's host, that are not known exactly."""
-    host, request = scenario.host, scenario.request
+    host = scenario.host
+    request = scenario.request
     for term, log_sd in _term_errors(scenario).items():
         if not log_sd:
             continue

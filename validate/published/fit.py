@@ -120,7 +120,8 @@ def partitions_for(rows: Sequence[Row], profile: CalibrationProfile, method: str
     """The partition of each row; if the strategy searches for one, it is searched with this profile."""
     partitions = {}
     for row in rows:
-        scenario, strategy = full_bandwidth_scenario(row, profile), get_strategy(row.strategy)
+        scenario = full_bandwidth_scenario(row, profile)
+        strategy = get_strategy(row.strategy)
         if strategy.partition_rule == "search":
             partitions[row] = search(scenario, strategy, method=method).partition
         else:
@@ -161,14 +162,16 @@ def fit(rows: Sequence[Row]) -> Array:
     is evaluated with partitions searched for its constants.
     """
     weight = np.array([_NOISE / np.hypot(_NOISE, row.rounding_s / row.ttft_s) for row in rows])
-    best, best_cost = START, np.inf
+    best = START
+    best_cost = np.inf
     for round_ in range(_ROUNDS):
         partitions = partitions_for(rows, profile_of(best, None))
         solved = solve(rows, weight, partitions, best)
         cost = _cost(rows, weight, partitions_for(rows, profile_of(solved, None)), solved)
         if cost >= best_cost * (1 - _LEAST_GAIN):
             break
-        best, best_cost = solved, cost
+        best = solved
+        best_cost = cost
         constants = ", ".join(f"{name} {value:.4g}" for name, value in zip(NAMES, np.exp(best), strict=True))
         _say(f"  round {round_ + 1}: {constants}, cost {best_cost:.5f}")
     return best
@@ -259,7 +262,8 @@ def _fit_and_predict(name: str, rows: Sequence[Row], test: Sequence[Row]) -> Err
 def main() -> None:
     """Fit, cross-validate leaving one model out at a time, and write the profile."""
     rows = [row for row in read_rows() if row.used_for_calibration]
-    models, families = sorted({row.model for row in rows}), sorted({family(row) for row in rows})
+    models = sorted({row.model for row in rows})
+    families = sorted({family(row) for row in rows})
     tests = {f"without {model}": [row for row in rows if row.model == model] for model in models}
     tests |= {f"no {one}": [row for row in rows if family(row) == one] for one in families}
     tests["up to 4k, on longer"] = [row for row in rows if row.context_len > 4096]

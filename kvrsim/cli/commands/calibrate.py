@@ -468,11 +468,13 @@ def prefills(
         warn_notes(cases.notes)
         if check:
             checked = check_prefills(cases.cases, interval, progress)
-            content, screen = checked.to_dict(), check_screen(checked, cases.cases[0].scenario)
+            content = checked.to_dict()
+            screen = check_screen(checked, cases.cases[0].scenario)
         else:
             fitted = fit(args, cases, files, name or Path(output).stem, progress)
             fitted.profile.write(output)
-            content, screen = fitted.to_dict() | {"output": output}, fit_screen(fitted, output)
+            content = fitted.to_dict() | {"output": output}
+            screen = fit_screen(fitted, output)
     print_result(content | {"warnings": list(cases.notes)}, *screen, json=json)
 
 

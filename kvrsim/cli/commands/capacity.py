@@ -112,5 +112,6 @@ def capacity_screen(plan: CapacityPlan) -> list[Part]:
     )
     args = header(plan.question, plan.cluster, f"Fleet for {plan.scenario.model.name}")
     fleets = fleet_table(plan)
-    fleets.rows, fleets.styles = fleets.rows[:_SHOWN], fleets.styles[:_SHOWN]
+    fleets.rows = fleets.rows[:_SHOWN]
+    fleets.styles = fleets.styles[:_SHOWN]
     return [answer, "", *args, "", *((fleets, "") if is_served else ()), table]

@@ -73,7 +73,8 @@ def _commands(
         else:
             one.show(thing)
 
-    list_all.__doc__, show_one.__doc__ = f"{list_help}\n\nExample: kvrsim {kind} list", show_help
+    list_all.__doc__ = f"{list_help}\n\nExample: kvrsim {kind} list"
+    show_one.__doc__ = show_help
     program.command("list")(takes(OutputArgs)(list_all))
     program.command("show")(takes()(show_one))
     return program
@@ -173,7 +174,8 @@ def _words(strategy: Strategy) -> Mapping[str, Any]:
     if own is not None or strategy.group_size in (None, 1):
         return dict(own or {})
     between: Mapping[str, Any] = shipped.get(strategy.name.rpartition("+")[2], {})
-    rank, moves = f"a rank is {strategy.group_size} GPUs that split every matrix", "two all-reduces in each group"
+    rank = f"a rank is {strategy.group_size} GPUs that split every matrix"
+    moves = "two all-reduces in each group"
     return {
         "each_rank": "; ".join(filter(None, (rank, between.get("each_rank")))),
         "communication": "; ".join(filter(None, (between.get("communication"), f"{moves} in each layer"))),
@@ -263,7 +265,8 @@ def show_model(model: ModelSpec) -> None:
     """Print the model's numbers, then each kind of layer with its matrices."""
     from kvrsim.model.spec import describe_mixers, describe_parameters, mixer_title
 
-    active, state = model.active_parameters, model.cache_bytes(0, 2)
+    active = model.active_parameters
+    state = model.cache_bytes(0, 2)
     some = "" if active == model.num_parameters else f", of which a token passes through {describe_parameters(active)}"
     quantised = "" if model.quantization is None else f" ({model.quantization.describe()})"
     state_text = f", and {format_bytes(state)} whatever the tokens" if state else ""

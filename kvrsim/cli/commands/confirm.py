@@ -171,7 +171,8 @@ def confirmation_screen(result: Confirmation) -> list[Part]:
 
 def _ttft_line(result: Confirmation) -> str:
     """The plan's choice: its measured and predicted TTFT, and whether all targets are met."""
-    choice, gpus = result.choice, f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
+    choice = result.choice
+    gpus = f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
     measured = f"{format_seconds(choice.median_s)} measured (IQR {format_seconds(choice.timing.iqr_s)})"
     interval = likely(choice.prediction.ttft_low_s, choice.predicted_s, choice.prediction.ttft_high_s, None)
     predicted = f"predicted {interval}, {choice.rel_error:+.1%}"
@@ -183,7 +184,9 @@ def _order(result: Confirmation) -> str:
     """Count the pairs of candidates that differ significantly, and those that the prediction orders in the same way."""
     from planner.confirm.result import LEAST_SAMPLES
 
-    number, significant, wrong = len(result.candidates), len(result.significant_pairs), result.wrong_pairs
+    number = len(result.candidates)
+    significant = len(result.significant_pairs)
+    wrong = result.wrong_pairs
     repeats = len(result.choice.timing.ttft_s)
     if repeats < LEAST_SAMPLES:
         text = f"{repeats} measurement{'s' * (repeats != 1)} of each show no spread"
@@ -199,7 +202,8 @@ def _order(result: Confirmation) -> str:
 
 def _regret(result: Confirmation) -> str:
     """Slowdown of the plan's choice relative to the fastest candidate, with their names."""
-    choice, best = result.choice.strategy, result.best.strategy
+    choice = result.choice.strategy
+    best = result.best.strategy
     if result.choice is result.best:
         return f"none: the plan's choice, {choice}, was the fastest"
     significant = "significant" if result.regret_beyond_spread else "not significant"
@@ -209,7 +213,8 @@ def _regret(result: Confirmation) -> str:
 
 def search_screen(result: SearchedPartition) -> list[Part]:
     """Screen of a search: the fastest measured partition, and the number of measurements."""
-    search, question = result.search, result.question
+    search = result.search
+    question = result.question
     best, plan = (
         f"{', '.join(map(str, one))}, TTFT {format_seconds(search.median_s(one))}" for one in (search.best, search.seed)
     )

@@ -50,7 +50,8 @@ def map_screen(result: StrategyMap) -> list[Part]:
     """Screen of a map: the best by context and bandwidth, the fastest strategies, the break-even contexts."""
     from planner.map.view import break_even_table, winners_table
 
-    answer, notes = list[Row](), list[str]()
+    answer = list[Row]()
+    notes = list[str]()
     for bandwidth in result.bandwidths:
         here = [one for one in result.best() if one.link_bandwidth_bytes_per_s == bandwidth]
         line = "; ".join(_best_by_context(here)) or "nothing fits in memory"

@@ -165,7 +165,9 @@ def _gib(needed: float, limit: float) -> str:
 
 def _explanation(plan: Plan) -> lines.Facts:
     """All further facts of the plan, for --explain."""
-    search, limit, best = plan.search, plan.memory_limit, plan.first
+    search = plan.search
+    limit = plan.memory_limit
+    best = plan.first
     ties = f"{', '.join(plan.ties)} ({TIED}: the difference is within its prediction interval)"
     partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)} simulated"
     effort = f"{search.method}, {partitions} in {format_seconds(search.seconds)}" if search.evaluations else None
@@ -220,7 +222,8 @@ def _bound_text(gap: float, lower_s: float, of: str) -> str:
 
 def _kvr(plan: Plan) -> Iterator[lines.Row]:
     """Rows of the bounds of KVR-S, if it is compared and fits, and of a best strategy such as tp2+kvr-s."""
-    bounds, kvr = plan.bounds, next((one for one in plan.strategies if one.strategy == "kvr-s"), None)
+    bounds = plan.bounds
+    kvr = next((one for one in plan.strategies if one.strategy == "kvr-s"), None)
     if bounds.best is not None and bounds.best.strategy != "kvr-s" and plan.feasible:
         yield "bound:", _bound_text(bounds.best.gap, bounds.best.lower_bound_s, "of its partitions")
     if kvr is None or not kvr.fits:

@@ -87,7 +87,8 @@ def lookup(
     from planner.predictor.predictor import load_predictor
 
     predictor = load_predictor(file, "PREDICTOR")
-    estimate, question = predictor.predict(ctx=ctx, cached_prefix=cached_prefix, batch=batch), predictor.question
+    estimate = predictor.predict(ctx=ctx, cached_prefix=cached_prefix, batch=batch)
+    question = predictor.question
     about = {name: question[name] for name in ("model", "num_gpus", "profile", "engine")}
     about["cluster"] = question["cluster"]["name"]
     interval = format_interval(estimate.ttft_low_s, estimate.ttft_high_s)

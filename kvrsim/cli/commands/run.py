@@ -91,13 +91,17 @@ def run_screen(result: RunResult) -> list[Part]:
     """Screen of a run: TTFT and its spread, and one row per rank."""
     from planner.confirm.run_views import ranks_table
 
-    timing, question, partition = result.timing, result.question, result.plan.partition.chunk_lens
+    timing = result.timing
+    question = result.question
+    partition = result.plan.partition.chunk_lens
     count = len(timing.ttft_s)
     gpus = f"{result.num_gpus} rank{'s' * (result.num_gpus != 1)}"
     slowest_s = max(rank["compute_s"] + rank["wait_s"] for rank in result.to_dict()["per_rank"])
     parts = f"of an additional prefill with timers, {format_seconds(slowest_s)} on the slowest rank"
     measured = f"measured, median of {count}; spread {format_seconds(timing.iqr_s)} (IQR)"
-    predicted, chunks, logits = None, None, None
+    predicted = None
+    chunks = None
+    logits = None
     if result.predicted_s is not None:
         predicted = f"{format_seconds(result.predicted_s)} ({result.predicted_s / timing.median_s - 1:+.1%})"
     if result.chunk_per_rank and len(partition) > 1:

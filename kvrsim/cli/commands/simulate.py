@@ -78,7 +78,8 @@ def simulation_screen(result: SimResult) -> list[lines.Part]:
 
 
 def _ttft(result: SimResult, limit: int) -> str:
-    num_gpus, peak = len(result.per_rank), max(rank.memory.total for rank in result.per_rank)
+    num_gpus = len(result.per_rank)
+    peak = max(rank.memory.total for rank in result.per_rank)
     time = lines.likely(result.ttft_low_s, result.ttft_s, result.ttft_high_s, result.interval_coverage)
     text = f"{result.strategy} on {num_gpus} GPU{'s' * (num_gpus != 1)}, {time}"
     return text if peak <= limit else f"{text}; does not fit in memory: {format_bytes(peak - limit)} too much"

@@ -141,7 +141,8 @@ def summary_of(table: PartitionTable) -> Facts:
     """Summary of the table, and whether all entries fit."""
     lengths = [one.context_len for one in table.entries]
     contexts = " to ".join(dict.fromkeys(map(format_tokens, (min(lengths), max(lengths)))))
-    count, gpus = f"{len(lengths)} partition{'s' * (len(lengths) != 1)}", ", ".join(map(str, table.gpu_counts))
+    count = f"{len(lengths)} partition{'s' * (len(lengths) != 1)}"
+    gpus = ", ".join(map(str, table.gpu_counts))
     unfit = sum(not one.fits for one in table.entries)
     return facts(
         ("table:", headline(f"{count} of {table.setting.strategy}: {contexts} tokens on {gpus} GPUs")),

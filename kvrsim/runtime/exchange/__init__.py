@@ -56,8 +56,11 @@ class Exchange(CacheListener):
         self, forward: ModelForward, transport: Transport, plan: RunPlan, memory: Memory | None = None
     ) -> None:
         """Make the buffers, or use `memory`."""
-        self.forward, self.transport, self.plan = forward, transport, plan
-        self.geometry, self.rank = forward.geometry, transport.rank
+        self.forward = forward
+        self.transport = transport
+        self.plan = plan
+        self.geometry = forward.geometry
+        self.rank = transport.rank
         self.clock = marks.clock_of(self.geometry.device, all_streams=True)
         self.logits: Any = None  # logits of the last token, [B, vocabulary], after a prefill, on the rank that emits it
         self.layer: Any = None  # number of the layer that the rank has reached
@@ -126,7 +129,8 @@ class Exchange(CacheListener):
             self.clock.mark("token")
             recorded = tuple(self.clock.finish()) if self.cache is not None else ()
             self.finish()
-        start_s, emits = self.clock.start_s, self.emits_token
+        start_s = self.clock.start_s
+        emits = self.emits_token
         return marks.RankTrace(rank=self.rank, start_s=start_s, marks=recorded, emits_token=emits)
 
     def run(self, input_ids: Any) -> Any:
@@ -140,7 +144,8 @@ class Exchange(CacheListener):
 
     def attend(self, query: Any, scale: float | None) -> Any:
         """Attend to the tokens that the chunk sees, in the plan's query blocks (at most one per query)."""
-        buffer, blocks = self.buffer(self.layer), self.plan.query_blocks[self.rank][self.layer]
+        buffer = self.buffer(self.layer)
+        blocks = self.plan.query_blocks[self.rank][self.layer]
         keys, values = buffer.views(buffer.rows(buffer.first_seen, buffer.chunk.end))
         window = buffer.layout.sliding_window
         return in_query_blocks(self.geometry.attention, query, keys, values, scale, window, min(blocks, query.shape[2]))

@@ -115,17 +115,22 @@ class RingAttention(OwnAttentionExchange):
     @cached_property
     def _blocks(self) -> list[Any]:
         """At most two buffers for others' blocks: attention reads one while the next block arrives in the other."""
-        own, size = self.buffer(self.geometry.linked_layers[0]).data, self.transport.size
+        own = self.buffer(self.geometry.linked_layers[0]).data
+        size = self.transport.size
         longest = max(self.plan.partition.chunk_lens)
         return [own.new_empty(longest, own.shape[1]) for _ in range(min(2, size - 1))]
 
     def attend(self, query: Any, scale: float | None) -> Any:
         """Attend to the rank's block while it is sent to the next rank, then to each received block; merge in fp32."""
-        transport, lens = self.transport, self.plan.partition.chunk_lens
-        buffer, merged = self.buffer(self.layer), Merged()
-        block, owner = buffer.data, self.rank
+        transport = self.transport
+        lens = self.plan.partition.chunk_lens
+        buffer = self.buffer(self.layer)
+        merged = Merged()
+        block = buffer.data
+        owner = self.rank
         for turn in range(transport.size):
-            receive, previous = None, (owner - 1) % transport.size
+            receive = None
+            previous = (owner - 1) % transport.size
             if turn < transport.size - 1:
                 landing = self._blocks[turn % 2][: lens[previous]]
                 receive = transport.irecv_prev(landing)
@@ -139,7 +144,8 @@ class RingAttention(OwnAttentionExchange):
             if receive is not None:
                 self.wait_for(receive, self.layer, (self.rank - 1) % transport.size)
                 self.finish()
-                block, owner = landing, previous
+                block = landing
+                owner = previous
         return merged.out.to(query.dtype)
 
     def visible(self, owner: int) -> tuple[int, int, bool]:
@@ -208,8 +214,12 @@ class Ulysses(OwnAttentionExchange):
 
     def attend(self, query: Any, scale: float | None) -> Any:
         """Exchange the chunk's tokens of all heads for all tokens of the rank's heads; attend; exchange back."""
-        buffer, size, boundaries = self.buffer(self.layer), self.transport.size, self.plan.partition.boundaries
-        own_heads, kv_heads, batch = query.shape[1] // size, buffer.layout.num_key_value_heads, query.shape[0]
+        buffer = self.buffer(self.layer)
+        size = self.transport.size
+        boundaries = self.plan.partition.boundaries
+        own_heads = query.shape[1] // size
+        kv_heads = buffer.layout.num_key_value_heads
+        batch = query.shape[0]
         keys, values = buffer.chunk_kv
         leaving = []
         for rank in range(size):
@@ -232,8 +242,10 @@ class Ulysses(OwnAttentionExchange):
 
     def _all_to_all(self, leaving: list[Any], rows: list[int]) -> list[Any]:
         """Send each rank its part, the next rank first; return the parts from all ranks; `rows`: their lengths."""
-        rank, size = self.rank, self.transport.size
-        parts, receives = list(leaving), []
+        rank = self.rank
+        size = self.transport.size
+        parts = list(leaving)
+        receives = []
         for shift in range(1, size):
             src = (rank - shift) % size
             parts[src] = leaving[rank].new_empty(rows[src], leaving[rank].shape[1])

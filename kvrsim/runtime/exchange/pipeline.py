@@ -27,14 +27,18 @@ class StageForward(ModelForward):
     def __init__(self, whole: ModelForward, layers: range) -> None:
         """`layers` are the numbers of the stage's layers in the whole model."""
         self.layers = layers
-        self.is_first, self.is_final = layers.start == 0, layers.stop == whole.geometry.num_hidden_layers
+        self.is_first = layers.start == 0
+        self.is_final = layers.stop == whole.geometry.num_hidden_layers
         model = light_copy(whole.model)
         self._keep_stage(model, whole.geometry)
         super().__init__(model, replace(whole.geometry, layouts=whole.geometry.layouts[layers.start : layers.stop]))
 
     def _keep_stage(self, model: Any, geometry: Geometry) -> None:
         """Leave only the stage's layers in a copy of the model and in its configuration."""
-        base, config, first, stop = model.base_model, model.config, self.layers.start, self.layers.stop
+        base = model.base_model
+        config = model.config
+        first = self.layers.start
+        stop = self.layers.stop
         own = getattr(base, geometry.family.layers)[first:stop]
         setattr(base, geometry.family.layers, own)
         for module in own.modules():
@@ -62,11 +66,13 @@ class Pipeline(Exchange):
     ) -> None:
         """`forward` runs the whole model."""
         stage = StageForward(forward, stage_of(plan, transport.rank))
-        self.stage, self.caches = stage, tuple[PrefixCache, ...]()
+        self.stage = stage
+        self.caches = tuple[PrefixCache, ...]()
         super().__init__(stage, transport, plan, memory)
         self.first_layer = stage.layers.start
         make = partial(torch.empty, dtype=self.geometry.dtype, device=self.geometry.device)
-        width, lengths = stage.model.config.hidden_size, () if stage.is_first else plan.partition.chunk_lens
+        width = stage.model.config.hidden_size
+        lengths = () if stage.is_first else plan.partition.chunk_lens
         self._landings = [make(plan.batch, length, width) for length in lengths]  # memory for received pieces
         self._arriving: list[Pending] = []  # posted receives of this prefill's pieces
 
@@ -98,7 +104,8 @@ class Pipeline(Exchange):
 
     def run(self, input_ids: Any) -> Any:
         """Run every piece through this stage; the final stage returns the last token's logits."""
-        pieces, result = list(pairwise(self.plan.partition.boundaries)), None
+        pieces = list(pairwise(self.plan.partition.boundaries))
+        result = None
         self._arriving.clear()
         self._post_piece(0)
         for number, (start, end) in enumerate(pieces):

@@ -24,8 +24,12 @@ from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.transport import Transport
 
 # Styles in the tensor-parallel plans of transformers.
-_COLUMNS, _ROWS, _HEAD, _EMBEDDING = "colwise", "rowwise", "colwise_gather_output", "embedding_rowwise"
-_EXPERT_COLUMNS, _EXPERTS = "packed_colwise", "moe_tp_experts"
+_COLUMNS = "colwise"
+_ROWS = "rowwise"
+_HEAD = "colwise_gather_output"
+_EMBEDDING = "embedding_rowwise"
+_EXPERT_COLUMNS = "packed_colwise"
+_EXPERTS = "moe_tp_experts"
 _WHOLE = ("replicated_with_grad_allreduce", "replicate")
 _STYLES = (_COLUMNS, _ROWS, _HEAD, _EMBEDDING, _EXPERT_COLUMNS, _EXPERTS, *_WHOLE)
 _KV_PROJECTIONS = ("k_proj", "v_proj")
@@ -54,7 +58,8 @@ class ShardForward(ModelForward):
     exchange: TensorParallel
 
     def __init__(self, whole: ModelForward, share: Share) -> None:
-        self.share, self.kv_heads = share, whole.model.config.num_key_value_heads
+        self.share = share
+        self.kv_heads = whole.model.config.num_key_value_heads
         model = light_copy(whole.model)
         self._keep_share(model)
         super().__init__(model, whole.geometry.share(share.size))
@@ -79,7 +84,8 @@ class ShardForward(ModelForward):
         if style in (_COLUMNS, _HEAD):
             count = module.out_features
             start, end = self._columns_of(name, count)
-            module.weight, module.out_features = self._part(module.weight, 0, start, end), end - start
+            module.weight = self._part(module.weight, 0, start, end)
+            module.out_features = end - start
             if module.bias is not None:
                 module.bias = self._part(module.bias, 0, start, end)
             if style == _HEAD:
@@ -88,7 +94,8 @@ class ShardForward(ModelForward):
             self._cut_embedding(module)
         elif style == _ROWS:
             start, end = self.share.bounds(module.in_features)
-            module.weight, module.in_features = self._part(module.weight, 1, start, end), end - start
+            module.weight = self._part(module.weight, 1, start, end)
+            module.in_features = end - start
             if module.bias is not None and self.share.rank > 0:
                 module.bias = None  # the sum must contain the bias once
         if style in (_ROWS, _EXPERTS):
@@ -104,7 +111,8 @@ class ShardForward(ModelForward):
     def _cut_embedding(self, module: Any) -> None:
         start, end = self.share.bounds(module.num_embeddings)
         module.weight = self._part(module.weight, 0, start, end)
-        module.num_embeddings, module.padding_idx = end - start, None
+        module.num_embeddings = end - start
+        module.padding_idx = None
         modules: list[Any] = []
 
         def before(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
