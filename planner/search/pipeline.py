@@ -95,7 +95,7 @@ _DAMPING = 0.7
 _SPACINGS = 6
 _WORTH = 1e-4  # least relative gain in TTFT of a round
 
-RowTime = tuple[Row, float]  # a row of _Search, and its TTFT
+RowTime = tuple[Row, float]  # a row of _PipelineSearch, and its TTFT
 _Plan = tuple[Row, float, int]  # a row, its TTFT, and the first distance between nodes of its refinement
 
 
@@ -138,10 +138,10 @@ def search_pipeline(
     least = max(step, least_piece or step)
     strategy = replace(strategy, stage_layers=even_layers(scenario.share.num_hidden_layers, scenario.cluster.num_gpus))
     if pieces is None:
-        run = _Search(scenario, strategy, min(step, tokens), min(least, tokens))
+        run = _PipelineSearch(scenario, strategy, min(step, tokens), min(least, tokens))
         given = None
     else:
-        run = _Search(scenario, strategy, 1, 1)
+        run = _PipelineSearch(scenario, strategy, 1, 1)
         given = np.array(pieces.boundaries[1:-1], dtype=np.int64)
     run.evaluator.on_progress = on_progress
     run.evaluator.allowance = allowance
@@ -271,7 +271,7 @@ def _best_even_pieces(evaluator: Evaluator) -> tuple[Partition, float]:
     return best, best_s
 
 
-class _Search:
+class _PipelineSearch:
     """A search over the ends of pieces and of stages together, in ascending rows.
 
     A row has the ends of all pieces but the last, in strides; the end of the context; and, counted from there, the ends
@@ -492,7 +492,7 @@ class _Search:
         rows = []
         for flows in sorted({1, self.num_stages - 1}):
             own = self.scenario.with_own_links(self.scenario.cluster.link.bandwidth_bytes_per_s / flows)
-            run = _Search(own, self.strategy, self.stride, self.least)
+            run = _PipelineSearch(own, self.strategy, self.stride, self.least)
             run.effort = self.effort
             rows.append(run.run(None)[0])
             self.evaluator.evaluations += run.evaluator.evaluations

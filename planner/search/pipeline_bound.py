@@ -219,10 +219,10 @@ def pipeline_bound_s(scenario: Scenario, ttft_s: float, *, stride: int = PAGE, l
     """
     tokens = scenario.request.new_tokens
     least = min(max(stride, least_piece), tokens)
-    return _Bound(scenario, ttft_s, _Pieces.of(tokens, min(stride, tokens), least), least).value_s()
+    return _PipelineStageBound(scenario, ttft_s, _Pieces.of(tokens, min(stride, tokens), least), least).value_s()
 
 
-class _Bound:
+class _PipelineStageBound:
     """Times of the parts of a pipeline: a layer of each kind, and a message on the slowest link."""
 
     def __init__(self, scenario: Scenario, ttft_s: float, pieces: _Pieces, least: int) -> None:

@@ -98,7 +98,7 @@ def search(
 
         step = stride or 1  # descents begin with coarse steps
         evaluator.most = most_on_a_bus(scenario, strategy) if scenario.cluster.shares_bandwidth else None
-    run = _Search(scenario, strategy, evaluator, step)
+    run = _ChunkSearch(scenario, strategy, evaluator, step)
     if strategy.near_chain and method == "auto" and num_ranks > 1:
         warm_start = warm_start or search(scenario, chain_like(strategy), stride=stride, allowance=allowance).partition
         run.warm_start = np.array(warm_start.boundaries[1:-1], dtype=np.int64)
@@ -135,7 +135,7 @@ def default_stride(num_tokens: int, num_ranks: int) -> int:
     return 1 << min(7, max(0, (num_tokens // num_ranks // 512).bit_length() - 1))
 
 
-class _Search:
+class _ChunkSearch:
     def __init__(self, scenario: Scenario, strategy: Strategy, evaluator: Evaluator, stride: int) -> None:
         self.scenario = scenario
         self.strategy = strategy
