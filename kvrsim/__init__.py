@@ -12,7 +12,10 @@ from __future__ import annotations
 import re
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvrsim.views import View
 
 _IMPORT = re.compile(r"^from (?P<home>\S+) import (?P<name>\w+) as (?P<alias>\w+)$", re.MULTILINE)
 _HOMES = {one["alias"]: one for one in _IMPORT.finditer(Path(__file__).with_suffix(".pyi").read_text("utf-8"))}
@@ -25,6 +28,15 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'kvrsim' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOMES[name]["home"]), _HOMES[name]["name"])
     return value
+
+
+def view_of(result: object) -> View:
+    """Return the view of a result.
+
+    Views import results, so results cannot import views: `plot` and the forms for notebooks ask here.
+    """
+    view: View = import_module("kvrsim.views").View(result)
+    return view
 
 
 def __dir__() -> list[str]:

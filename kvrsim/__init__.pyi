@@ -29,6 +29,7 @@ from kvrsim.scenario import Request as Request
 from kvrsim.scenario import Scenario as Scenario
 from kvrsim.strategies.base import Strategy as Strategy
 from kvrsim.version import __version__ as __version__
+from kvrsim.views import View
 from planner.api import build_predictor as build_predictor
 from planner.api import build_table as build_table
 from planner.api import capacity as capacity
@@ -43,5 +44,7 @@ from planner.predictor.predictor import TtftPredictor as TtftPredictor
 from planner.predictor.predictor import load_predictor as load_predictor
 from planner.table.table import PartitionTable as PartitionTable
 from planner.table.table import load_table as load_table
+
+def view_of(result: object) -> View: ...
 
 __all__ = ["clusters", "engines", "models", "profiles"]  # the others are exported by `as` with their own name

@@ -1,4 +1,4 @@
-"""The structure of the repository: light imports, no import cycles, a test for each invariant, the Makefile."""
+"""The structure of the repository: imports run one way, a test for each invariant, the Makefile."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import subprocess
 from graphlib import TopologicalSorter
 from pathlib import Path
 
-import grimp
 import pytest
+
+from benchmarks.house import SourceFile, import_graph, imported_modules, source_files, upward_imports
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("kvrsim", "calibrate", "planner", "validate")
@@ -62,18 +63,20 @@ def test_pages_name_no_scratch_folder_and_no_package_that_no_index_has() -> None
 # -- imports
 
 
-def imports(package: bool) -> dict[str, set[str]]:
-    """Direct imports of each module or package, without type-checking imports and without the command line.
+def package_of(module: str) -> str:
+    """The folder of a module, such as kvrsim.model; a module in no such folder is its own package."""
+    return ".".join(module.split(".")[:2])
 
-    A package is a folder such as kvrsim.model; a module in no such folder is its own package.
-    """
-    graph = grimp.build_graph(*ROOMS, exclude_type_checking_imports=True, cache_dir=None)
+
+def imports(package: bool) -> dict[str, set[str]]:
+    """Modules or packages that each module or package imports, also by text; imports for types are left out."""
+    graph = import_graph(source_files(), for_types=False)
+    if not package:
+        return graph
     edges: dict[str, set[str]] = {}
-    for name in graph.modules:
-        if not re.match(r"kvrsim\.(cli\b|__)", name):
-            whole = {one: ".".join(one.split(".")[: 2 if package else None]) for one in (name, *graph.modules)}
-            targets = {whole[one] for one in graph.find_modules_directly_imported_by(name)}
-            edges.setdefault(whole[name], set()).update(targets - {whole[name]})
+    for module, targets in graph.items():
+        packages = {package_of(target) for target in targets}
+        edges.setdefault(package_of(module), set()).update(packages - {package_of(module)})
     return edges
 
 
@@ -82,6 +85,24 @@ def test_nothing_imports_in_a_circle(package: bool) -> None:
     edges = imports(package)
     assert edges["planner.api"]
     TopologicalSorter(edges).prepare()  # CycleError names the cycle
+
+
+def test_nothing_imports_upward() -> None:
+    """Layers are in benchmarks/house.py; imports for types and by text count."""
+    assert list(upward_imports(source_files())) == []
+
+
+def test_imports_by_text_and_for_types_are_seen(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n"
+        "    from planner.plan import make_plan\n"
+        "def show():\n"
+        "    import_module('kvrsim.views.plan')\n"
+    )
+    modules = frozenset({"planner.plan", "kvrsim.views.plan"})
+    assert set(imported_modules(SourceFile(path=path), modules)) == {("kvrsim.views.plan", 5), ("planner.plan", 3)}
 
 
 # -- invariants

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
+import kvrsim
 from kvrsim.choices import DEPLOY_ENGINES, PrefixAccess
 from kvrsim.errors import NothingFits
 from kvrsim.hardware import MemoryLimit
@@ -61,10 +61,9 @@ class OnFirstUse:
 
 
 class Viewable:
-    """A result with a view, the module of its `figure`, `page` and `summary`. The module is loaded on first use."""
+    """A result with a view: a module of kvrsim.views that has its `figure`, `page` and `summary`."""
 
     __slots__ = ()
-    view: ClassVar[str]
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Make a figure of the result, which notebooks show.
@@ -74,24 +73,19 @@ class Viewable:
         """
         if path is not None:
             self.write_plot(path)
-        figure: Figure = self._in_view("figure")
-        return figure
+        return kvrsim.view_of(self).figure()
 
     def write_plot(self, path: str | Path) -> None:
         """Write the result to a file; see `plot`."""
-        import_module("kvrsim.views.figure").write(self, import_module(self.view), path)
+        kvrsim.view_of(self).write(path)
 
     def __repr__(self) -> str:
         """The answer in one line."""
-        return f"<{type(self).__name__}: {self._in_view('summary').answer}>"
+        return f"<{type(self).__name__}: {kvrsim.view_of(self).summary().answer}>"
 
     def _repr_html_(self) -> str:
         """The answer, the question and a table, escaped; notebooks call it."""
-        text: str = self._in_view("summary").to_html()
-        return text
-
-    def _in_view(self, name: str) -> Any:
-        return getattr(import_module(self.view), name)(self)
+        return kvrsim.view_of(self).summary().to_html()
 
 
 class Answer(Viewable):
@@ -222,7 +216,6 @@ class RankReport:
 class SimResult(StrategyPrediction, Answer):
     """One strategy with one partition, simulated."""
 
-    view: ClassVar[str] = "kvrsim.views.simulation"
     question: Question
     executor: str  # "batch" or "event"
     per_rank: tuple[RankReport, ...]
@@ -410,7 +403,6 @@ class Advice:
 class Plan(Answer, OnFirstUse):
     """The answer to `kvrsim plan`."""
 
-    view: ClassVar[str] = "kvrsim.views.plan"
     question: Question
     first: StrategyResult  # the best one; where none fits, the one that needs the least memory
     strategies: tuple[StrategyResult, ...]

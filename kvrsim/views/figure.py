@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvrsim.errors import InputError
@@ -199,18 +198,3 @@ def drawing(width: float, height: float, *, layout: Literal["constrained"] | Non
             return content.getvalue(), {"width": round(self.get_size_inches()[0] * _NOTEBOOK_DPI)}
 
     return Drawing(figsize=(width, height), layout=layout)
-
-
-# Files
-
-
-def write(result: object, view: ModuleType, path: str | Path) -> None:
-    """Write the figure or page of a result; InputError names the argument plot if that is not possible."""
-    check_suffix(path, page=True)
-    if is_page(path):
-        from kvrsim.views.page import write_page
-
-        write_page(view.page(result), path)
-        return
-    with chart_style():
-        save_figure(view.figure(result), path)

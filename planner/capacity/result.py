@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -217,7 +217,6 @@ def groups_of(sizes: Sequence[int]) -> str:
 class CapacityPlan(Viewable):
     """The answer to `kvrsim capacity`."""
 
-    view: ClassVar[str] = "planner.capacity.page"
     question: Question
     scenario: Scenario  # scenario with the longest context on the largest group
     request: CapacityRequest

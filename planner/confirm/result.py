@@ -99,8 +99,6 @@ class MeasuredCandidate:
 class Confirmation(Answer):
     """The answer to `kvrsim confirm`."""
 
-    view = "planner.confirm.views"
-
     question: Question
     mode: Mode
     candidates: tuple[MeasuredCandidate, ...]

@@ -24,8 +24,6 @@ from planner.confirm.hardware import CALIBRATE, Hardware, Reporter
 class RunResult(Answer):
     """The answer to `kvrsim run`: measured prefills of one strategy."""
 
-    view = "planner.confirm.run_views"
-
     question: Question
     strategy: Strategy
     timing: Timing  # TTFT of each repetition, and other measurements

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvrsim.arguments import OnProgress
 from kvrsim.choices import MAP_STRATEGIES
@@ -85,7 +85,6 @@ class BreakEven:
 class StrategyMap(Answer):
     """TTFTs of all strategies in all places, with winners and break-evens."""
 
-    view: ClassVar[str] = "planner.map.view"
     question: Question  # question with the longest context on the most GPUs
     points: tuple[MapPoint, ...]
     warnings: tuple[str, ...]

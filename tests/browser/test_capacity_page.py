@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import kvrsim
-from planner.capacity.page import page as capacity_page
+from kvrsim.views.capacity import page as capacity_page
 from planner.capacity.result import CapacityPlan, FleetAnswer
 from tests.building.browser import Opened
 

@@ -13,9 +13,9 @@ from kvrsim.results.results import StrategyPrediction
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.plan import RunPlan, Timing
 from kvrsim.scenario import Partition
+from kvrsim.views.confirm import page as confirmation_page
 from kvrsim.views.page import Page
 from planner.confirm.result import Confirmation, MeasuredCandidate, Targets
-from planner.confirm.views import page as confirmation_page
 from planner.simulate import run_simulation
 from tests.building.browser import Opened
 

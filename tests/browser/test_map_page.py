@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 import kvrsim
+from kvrsim.views.map import page as map_page
 from planner.map.map import StrategyMap
-from planner.map.view import page as map_page
 from tests.building.browser import Opened
 
 pytestmark = pytest.mark.browser

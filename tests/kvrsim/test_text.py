@@ -78,7 +78,7 @@ def failing(*_: object, **__: object) -> None:
     ("command", "drawing"),
     [
         (["plan", "--ctx", "1k", "--gpus", "2"], "kvrsim.views.plan.draw_gantt"),
-        (["map", "--ctx", "1k", "--gpus", "2"], "planner.map.view.figure"),
+        (["map", "--ctx", "1k", "--gpus", "2"], "kvrsim.views.map.figure"),
     ],
 )
 def test_a_picture_that_fails_costs_the_picture_only(

@@ -88,7 +88,7 @@ _FIRST = (
 
 def capacity_screen(plan: CapacityPlan) -> list[Part]:
     """Screen of a fleet: the answer, the request, the alternatives, and the basis of the answer."""
-    from planner.capacity.page import details, fleet_table, group_table, headline, verdict
+    from kvrsim.views.capacity import details, fleet_table, group_table, headline, verdict
 
     is_served = plan.first.unserved < plan.first.requests
     about = [(f"{label}:", line) for label, line in details(plan)] if is_served else []

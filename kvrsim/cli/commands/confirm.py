@@ -104,10 +104,10 @@ def confirm(
             warn_once(warning)
         _search(scenario, machine, options.minutes, Path(options.output), json=answer.json)
         return
+    from kvrsim.views.confirm import write_traces
     from planner.confirm.confirm import confirm as measure
     from planner.confirm.hardware import Reporter
     from planner.confirm.result import Targets
-    from planner.confirm.views import write_traces
 
     try:
         with Progress(_STARTING, is_timed=True) as progress:
@@ -151,7 +151,7 @@ _SHOWN_WRONG = 3  # largest number of wrongly ordered pairs that are listed
 
 def confirmation_screen(result: Confirmation) -> list[Part]:
     """Screen of a confirmation: regret, order and errors, then a row per candidate by predicted TTFT."""
-    from planner.confirm.views import candidates_table
+    from kvrsim.views.confirm import candidates_table
 
     answer = facts(
         ("measured:", headline(_ttft_line(result))),

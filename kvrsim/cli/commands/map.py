@@ -48,7 +48,7 @@ def strategy_map(
 
 def map_screen(result: StrategyMap) -> list[Part]:
     """Screen of a map: the best by context and bandwidth, the fastest strategies, the break-even contexts."""
-    from planner.map.view import break_even_table, winners_table
+    from kvrsim.views.map import break_even_table, winners_table
 
     answer = list[Row]()
     notes = list[str]()

@@ -89,7 +89,7 @@ def _scenario(args: MeasuredArgs, device: str) -> tuple[Scenario, tuple[str, ...
 
 def run_screen(result: RunResult) -> list[Part]:
     """Screen of a run: TTFT and its spread, and one row per rank."""
-    from planner.confirm.run_views import ranks_table
+    from kvrsim.views.run import ranks_table
 
     timing = result.timing
     question = result.question

@@ -11,7 +11,7 @@ import pytest
 
 import kvrsim
 from kvrsim.cli import main as cli
-from planner.capacity.page import page_data, size_and_price, verdict
+from kvrsim.views.capacity import page_data, size_and_price, verdict
 from planner.capacity.result import CapacityPlan, format_share
 
 SYNTHETIC = "synthetic:bursty,rate=6,requests=300,context=lognormal:1k:0.8,max=6k,output=lognormal:200:0.5"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvrsim
+from kvrsim.views.capacity import page_data, waiting
 from planner.capacity.fleet import FleetRun
-from planner.capacity.page import page_data, waiting
 from planner.capacity.result import CapacityPlan
 from tests.planner.capacity.made_requests import made
 

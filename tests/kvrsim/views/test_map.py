@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import kvrsim
+from kvrsim.views.map import map_data
 from planner.map.map import StrategyMap
-from planner.map.view import map_data
 
 
 @pytest.fixture(scope="module")
