@@ -100,13 +100,6 @@ TESTS = {  # tests that cover a module; quick tests and those that detect the mo
             "test_what_own_measurements_tell",
         )
     ],
-    "planner/search/pipeline_bound.py": [
-        *(
-            f"{SEARCH}/test_pipeline_bound.py::test_{name}"
-            for name in ("the_bound_is_close", "the_least_of_all_layouts")
-        ),
-        f"{SEARCH}/test_pipeline_bound.py",
-    ],
 }
 Change = Callable[[], object]
 LIMIT_S = 100  # maximum CPU seconds of one mutant, which is killed after them; unchanged modules take less than half

@@ -19,7 +19,6 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from planner.search.minimise import Evaluator
 from planner.search.pipeline import PAGE, search_pipeline, with_step_time
-from planner.search.pipeline_bound import pipeline_bound_s
 from planner.search.search import SearchResult
 from validate.report import write_benchmark
 
@@ -71,20 +70,19 @@ class Setting:
         scenario, _ = make_scenario(ctx="128k", gpus=8, model=model, cluster="h100-nvlink")
         self.model, self.title, self.placed = model, title, steps(for_strategy(scenario, SEARCHED))
         self.even, self.tokens = Evaluator(self.placed, EVEN), self.placed.request.new_tokens
-        self._found: dict[int, tuple[SearchResult, float]] = {}
+        self._found: dict[int, SearchResult] = {}
 
-    def found(self, floor: int) -> tuple[SearchResult, float]:
-        """The best pieces of at least `floor` tokens, and the lower bound for such pieces."""
+    def found(self, floor: int) -> SearchResult:
+        """The best pieces of at least `floor` tokens."""
         if floor not in self._found:
-            best = search_pipeline(self.placed, SEARCHED, least_piece=floor)
-            self._found[floor] = best, pipeline_bound_s(self.placed, best.ttft_s, least_piece=floor)
+            self._found[floor] = search_pipeline(self.placed, SEARCHED, least_piece=floor)
         return self._found[floor]
 
     def rows(self) -> list[str]:
         """Rows with the best pieces of each kind, for each of FLOORS."""
         fit, lines = fitted(self.placed, self.tokens // 4), []
         for floor in FLOORS:
-            found, bound_s = self.found(floor)
+            found = self.found(floor)
             numbers = sorted({round(float(one)) for one in np.geomspace(2, min(self.tokens // floor, _MOST * 8), 24)})
             even_s, number = min((self._even_s(one), one) for one in numbers)
             # SGLang's guide: first piece 2 or 3 times the best even one; all pieces at least a quarter of the first.
@@ -97,23 +95,23 @@ class Setting:
                 f"| {self.model} | {self.title} | {floor} | {even_s:.3f} s ({number}) | {default_s:.3f} s |"
                 f" {tuned_s:.3f} s ({first}, {smooth}) | {found.ttft_s:.3f} s ({len(found.partition.chunk_lens)}) |"
                 f" {even_s / found.ttft_s - 1:+.1%} | {default_s / found.ttft_s - 1:+.1%} |"
-                f" {tuned_s / found.ttft_s - 1:+.1%} | {found.ttft_s / bound_s - 1:.1%} | {found.report.seconds:.1f} |"
+                f" {tuned_s / found.ttft_s - 1:+.1%} | {found.report.seconds:.1f} |"
             )
         return lines
 
     def fixed_rows(self) -> list[str]:
         """Rows with pieces of a fixed length, compared with searched pieces of at least that length."""
-        lines, free_s = [], self.found(PAGE)[0].ttft_s
+        lines, free_s = [], self.found(PAGE).ttft_s
         for length in FIXED:
             even_s = self._even_s(self.tokens // length)
-            found, bound_s = self.found(length)
-            gain, most = even_s / found.ttft_s - 1, even_s / bound_s - 1
-            verdict = "met" if gain >= TARGET else "cannot be met" if most < TARGET else "not met"
+            found = self.found(length)
+            gain = even_s / found.ttft_s - 1
+            verdict = "met" if gain >= TARGET else "not met"
             layers = ",".join(map(str, found.strategy.stage_layers or ()))
             shown = f"{found.ttft_s:.3f} s ({len(found.partition.chunk_lens)}; {layers})"
             lines.append(
-                f"| {self.model} | {self.title} | {length} | {even_s:.3f} s | {shown} | {gain:+.1%} | {bound_s:.3f} s |"
-                f" {most:+.1%} | {verdict} | {even_s / free_s - 1:+.1%} |"
+                f"| {self.model} | {self.title} | {length} | {even_s:.3f} s | {shown} | {gain:+.1%} |"
+                f" {verdict} | {even_s / free_s - 1:+.1%} |"
             )
         return lines
 
@@ -126,9 +124,8 @@ _INTRODUCTION = """131,072 tokens on 8 H100 (`h100-nvlink`), TTFT in the simulat
 ## Pieces of a fixed length
 
 Even: pieces of this length, as an engine runs them (`--chunked-prefill-size`), and even layers. `pp-s`: searched pieces
-of at least this length (number of pieces; layers of the stages). Faster: by how much even pieces take longer. Bound: no
-pipeline with such pieces is faster, whatever its layers; the column after it is what the best one could gain at most.
-Target: 8 % faster, where "cannot be met" is proven by the bound. Any length: what searched pieces of 64 tokens and more
+of at least this length (number of pieces; layers of the stages). Faster: by how much even pieces take longer.
+Target: 8 % faster. Any length: what searched pieces of 64 tokens and more
 gain over the even ones.
 
 The last piece attends to the whole context and then passes all other stages alone. A floor of the pieces keeps it as
@@ -136,7 +133,7 @@ long as the last of the even ones, so that what is left to gain is fewer steps a
 Layers that the stages do not divide evenly leave much of it (36 and 28 layers on 8 stages), those that they do little
 (32 and 80 layers).
 
-| model | step of the engine | pieces | even | `pp-s` | faster | bound | at most | target | any length |
+| model | step of the engine | pieces | even | `pp-s` | faster | target | any length |
 |---|---|---|---|---|---|---|---|---|---|"""
 _DYNAMIC = """
 ## The best of each kind
@@ -144,11 +141,10 @@ _DYNAMIC = """
 Even: the best number of even pieces (it). Dynamic: SGLang's dynamic chunking, whose first piece is twice the best even
 one, smooth factor 0.75, and the best of first pieces twice and three times the best even one and of smooth factors
 0.65, 0.75, 0.85. Dynamic chunking has no floor but a quarter of the first piece. `pp-s`: searched (number of pieces);
-the columns after it are how much longer the others take, and how far it is at most from the best pipeline with such
-pieces.
+the columns after it are how much longer the others take.
 
 | model | step of the engine | pieces at least | even | dynamic | dynamic, tuned | `pp-s` | even | dynamic | tuned | \
-gap to the bound | search |
+search |
 |---|---|---|---|---|---|---|---|---|---|---|---|"""
 
 

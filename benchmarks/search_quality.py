@@ -23,7 +23,6 @@ from planner.processes import Pool, cores
 from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator
 from planner.search.pipeline import PAGE, search_pipeline
-from planner.search.pipeline_bound import pipeline_bound_s
 from planner.search.search import SearchResult, search
 from validate.report import write_benchmark
 
@@ -226,14 +225,7 @@ def _whole(shares, tokens: int):  # type: ignore[no-untyped-def]
     return np.diff(ends, axis=1, prepend=0) + 1
 
 
-class _Gain(NamedTuple):
-    """Relative gain of a random descent over a search, and the gap of the search to its bound, if there is one."""
-
-    gain: float
-    gap: float | None = None
-
-
-def descent_gain(topologies: tuple[str, ...], is_uneven: bool, number: int) -> _Gain:
+def descent_gain(topologies: tuple[str, ...], is_uneven: bool, number: int) -> float:
     """The gain in a random setting; number: its seed."""
     rng = np.random.default_rng((3, int(is_uneven), number))
     scenario = any_setting(rng, topologies)
@@ -244,12 +236,12 @@ def descent_gain(topologies: tuple[str, ...], is_uneven: bool, number: int) -> _
     return _reported(number, gain, best)
 
 
-def pipeline_gain(number: int) -> _Gain:
+def pipeline_gain(number: int) -> float:
     """The gain in a random setting with uneven GPUs and links, for searched pieces and stages."""
     scenario, rng = pipeline_setting(number)
     best = search_pipeline(scenario, SEARCHED)
     gain = best.ttft_s / descended_pipeline(scenario, best, rng, PAGE) - 1
-    return _reported(number, gain, best, best.ttft_s / pipeline_bound_s(scenario, best.ttft_s) - 1)
+    return _reported(number, gain, best)
 
 
 def pipeline_setting(number: int) -> tuple[Scenario, np.random.Generator]:
@@ -260,18 +252,17 @@ def pipeline_setting(number: int) -> tuple[Scenario, np.random.Generator]:
     return for_strategy(_uneven(scenario, rng), SEARCHED), rng
 
 
-def _reported(number: int, gain: float, best: SearchResult, gap: float | None = None) -> _Gain:
+def _reported(number: int, gain: float, best: SearchResult) -> float:
     """The gain; a large one is printed to standard error with its setting."""
     if gain > _TELL:
         scenario = best.scenario
         about = f"{scenario.model.name}, {len(scenario.model.layers)} layers, {scenario.cluster.describe()}"
         plan = f"{best.partition.chunk_lens} {best.strategy.stage_layers or ''}"
         print(f"{number}: {gain:.3%} on {about}, {scenario.request}: {plan}", file=sys.stderr, flush=True)
-    return _Gain(gain, gap)
+    return gain
 
 
-def _gains(found: list[_Gain]) -> str:
-    gains = [one.gain for one in found]
+def _gains(gains: list[float]) -> str:
     above = [f"{sum(gain > most for gain in gains)} above {most:.1%}" for most in (0.001, 0.005, 0.05)]
     return f"it gains {max(gains):.2%} at most, {np.median(gains):.3%} in the median; {', '.join(above)}"
 
@@ -286,14 +277,11 @@ def against_descent(pool: Pool, name: str, topologies: tuple[str, ...], count: i
 
 
 def pipelines_against_descent(pool: Pool, count: int) -> list[str]:
-    """Gains of random descents over searched pieces and stages, with uneven GPUs and links, and gaps to the bound."""
+    """Gains of random descents over searched pieces and stages, with uneven GPUs and links."""
     found = _each(pool, pipeline_gain, [(number,) for number in range(_FRESH, _FRESH + count)], "descents of pipelines")
-    gaps = [one.gap for one in found if one.gap is not None]
     return [
         f"| random descent of 2,000 evaluations from pieces and stages of `pp-s`, {count} settings of uneven GPUs and"
-        f" links | {_gains(found)} |",
-        f"| gap of `pp-s` to its bound there | median {np.median(gaps):.2%}, 90th percentile"
-        f" {np.percentile(gaps, 90):.2%} |",
+        f" links | {_gains(found)} |"
     ]
 
 

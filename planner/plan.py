@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +19,6 @@ from kvrsim.results.results import (
     ChainBound,
     NoiseReport,
     NotTried,
-    PipelineBound,
     Plan,
     Promise,
     SearchReport,
@@ -62,7 +60,6 @@ if TYPE_CHECKING:
 
 MOST_SPANS = 200_000  # maximum number of spans of all timelines except the first; a browser handles this number
 _BASELINES = ("tsp", "tp", "kvr-e", "single")  # the baseline of speed-ups is the first of these that fits
-_MOST_BOUND_TOKENS = 2**22  # most tokens for a pipeline's bound, which has an array entry per token
 _SAME = 1e-9  # relative difference of two executors' TTFTs that is rounding
 _LEAST_GAIN = 0.0005  # smaller gains are printed as 0.0 %
 
@@ -242,7 +239,6 @@ class Ranking:
             "exposed_comm_s": lambda: max(0.0, one.ttft_s - one.ttft_without_communication_s),
             "wait_s": lambda: one.waits,
             "query_blocks": lambda: one.query_blocks,
-            "bound": lambda: _pipeline_bound(one),
         }
         return StrategyResult.of(
             later,
@@ -443,24 +439,6 @@ def _shortfall(ranking: Ranking, cluster_gpus: int) -> Shortfall | None:
     from planner.shortfall import shortfall_of  # this import is only for plans that do not fit
 
     return shortfall_of(ranking.scenario, ranking.candidates, cluster_gpus)
-
-
-def _pipeline_bound(one: Candidate) -> PipelineBound | None:
-    """The bound of pipelines of whole pages over these ranks; None if pieces were not searched, or with many tokens."""
-    if one.strategy.partition_rule != "searched-pieces" or one.per_rank.request.new_tokens > _MOST_BOUND_TOKENS:
-        return None
-    from planner.search.pipeline import PAGE, with_step_time
-    from planner.search.pipeline_bound import pipeline_bound_s
-
-    stride = math.gcd(PAGE, *one.partition.boundaries[1:-1])  # less than a page if the user's stride is
-    lower_s = pipeline_bound_s(one.per_rank, one.ttft_s, stride=stride, least_piece=stride)
-    mean = with_step_time(one.per_rank, "mean")
-    gap = gap_as_chosen = one.ttft_s / lower_s - 1
-    if mean is not one.per_rank:
-        assert one.search is not None
-        ttft_s = one.search.ttft_s
-        gap_as_chosen = ttft_s / pipeline_bound_s(mean, ttft_s, stride=stride, least_piece=stride) - 1
-    return PipelineBound(lower_bound_s=lower_s, gap=gap, gap_as_chosen=gap_as_chosen)
 
 
 def _chain_bound(best: Candidate, kvr_lower_s: float | None) -> ChainBound | None:

@@ -246,15 +246,6 @@ class SimResult(StrategyPrediction, Answer):
         return to_frame(about | rank.to_dict() for rank in self.per_rank)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PipelineBound:
-    """Lower bound on the TTFT of a pipeline with any pieces and stages over the same ranks."""
-
-    lower_bound_s: float  # proven bound, seconds
-    gap: float  # TTFT / lower_bound_s - 1
-    gap_as_chosen: float  # gap of the search, which gives every step the mean time of a step
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class StrategyResult(StrategyPrediction, OnFirstUse):
     """One strategy in a plan, with its best partition."""
@@ -266,7 +257,6 @@ class StrategyResult(StrategyPrediction, OnFirstUse):
     exposed_comm_s: float  # TTFT minus that of the same partition with free links
     wait_s: tuple[float, ...]  # waiting time per GPU; see RankReport
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without the random part
-    bound: PipelineBound | None = None  # bound; None unless pieces and stages were searched
     layout: Layout  # layout of all GPUs
     searched: bool = True  # False: a rough partition; the strategy cannot be the best, or the budget ended
     engines: Mapping[str, str] = field(default_factory=dict)  # engines with the strategy, each with the checked version
@@ -286,8 +276,6 @@ class StrategyResult(StrategyPrediction, OnFirstUse):
         times = ("ttft_s", "ttft_low_s", "ttft_high_s", "speedup_over_tsp", "speedup", "exposed_comm_s", "wait_s")
         content = {} if self.noisy is None else {"under_noise": self.noisy.to_dict()}
         content |= fields_to_json(self, "strategy", "partition") | self.layout_to_dict() | fields_to_json(self, *times)
-        if self.bound is not None:
-            content |= fields_to_json(self.bound)
         return (
             content
             | {"peak_bytes": [rank.total for rank in self.memory]}

@@ -19,7 +19,7 @@ from kvrsim.cli.main import main
 CODES = (0, 1, 2, 74)
 MOST_S = 300.0  # time limit of a case, also on a busy machine
 MOST_BYTES = 3 * 2**30  # in addition to the memory at the start
-_ERROR = re.compile(r"kvrsim: error: (\S.*?): (got |no such option)")
+_ERROR = re.compile(r"kvrsim: error: (\S.*?)(: got |: no such option| is missing, accepted: )")
 
 _NO_NUMBER = re.compile(r"(?<!got ')\b(?:nan|inf) ?(?:s|ms|us|%|GiB|GB/s)(?![\w'])")  # where a number is expected
 

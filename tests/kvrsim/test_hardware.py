@@ -215,7 +215,9 @@ def test_bad_key(tmp_path: Path, changes: dict[str, Any], place: str) -> None:
 @pytest.mark.parametrize("load", [load_cluster, load_gpu, load_link])
 @pytest.mark.parametrize("name", ["nope", "", "a\0b", "x" * 5000, "no/such.json"])
 def test_unknown_name_lists_the_known_ones(load: Any, name: str) -> None:
-    with pytest.raises(InputError, match=r"accepted: a JSON file, (a size such as 2x8xh100, )?or one of ") as caught:
+    with pytest.raises(
+        InputError, match=r"accepted: a JSON file, (a size such as 2x8xh100 \(GPUs: .*\), )?or one of "
+    ) as caught:
         load(name)
     assert "\n" not in str(caught.value)
 

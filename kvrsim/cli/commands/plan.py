@@ -199,15 +199,13 @@ def _explanation(plan: Plan) -> lines.Facts:
 
 
 def _partitions(plan: Plan) -> Iterator[lines.Row]:
-    """Rows of uneven partitions that fit, of the best one's calls of attention, and of pipelines' bounds."""
+    """Rows of uneven partitions that fit, and of the best strategy's calls of attention."""
     for one in plan.strategies:
         texts = list[str]()
         if one.fits and len(set(one.partition)) > 1:
             texts.append(f"{', '.join(map(str, one.partition))} tokens{_stages(one)}")
         if one is plan.first and one.query_blocks is not None:
             texts.append(lines.blocks_text(one.query_blocks))
-        if (bound := one.bound) is not None:
-            texts.append(_bound_text(bound.gap, bound.lower_bound_s, "pieces and stages"))
         yield from zip((f"{one.strategy}:", "", ""), texts, strict=False)
 
 

@@ -138,7 +138,7 @@ def test_a_stage_holds_the_weights_of_its_layers() -> None:
 
 
 def test_the_plan_says_pieces_and_layers() -> None:
-    """The JSON has pieces and layers of every pipeline, and a bound of the searched pipeline."""
+    """The JSON has pieces and layers of every pipeline."""
     about = {"ctx": "32k", "gpus": 8, "model": "llama-3-8b", "cluster": "h100-nvlink"}
     plan = kvrsim.plan(strategies=["pp", "pp-s", "kvr-e"], **about).to_dict()  # type: ignore[arg-type]
     rows = {row["strategy"]: row for row in plan["strategies"]}
@@ -147,10 +147,7 @@ def test_the_plan_says_pieces_and_layers() -> None:
     assert even["pieces"] == even["partition"]
     assert sum(searched["pieces"]) == 32768
     assert sum(searched["layers"]) == 32
-    assert searched["ttft_s"] == pytest.approx(searched["lower_bound_s"] * (1 + searched["gap"]))
-    assert 0 <= searched["gap_as_chosen"] <= searched["gap"]
     assert "pieces" not in chunks
-    assert "lower_bound_s" not in even
     again = kvrsim.simulate(strategy="pp-s", partition=searched["pieces"], **about).to_dict()  # type: ignore[arg-type]
     assert again["pieces"] == searched["pieces"]
     assert again["ttft_s"] == pytest.approx(searched["ttft_s"], rel=1e-3)

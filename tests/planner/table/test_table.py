@@ -204,7 +204,7 @@ def test_a_wrong_file_names_its_key(key: str, spoil: Any, tmp_path: Path) -> Non
     path.write_text(json.dumps(content))
     with pytest.raises(InputError) as caught:
         load_table(path)
-    assert key in caught.value.parameter + caught.value.value * (key == "surprise")
+    assert key in caught.value.parameter + str(caught.value.value) * (key == "surprise")
     assert str(path) in caught.value.parameter
 
 
