@@ -28,7 +28,7 @@ from planner.capacity.fleet import FleetLimits, GroupType, Overlap, Pool, Servic
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import CapacityRequest, Target, make_request
 from planner.capacity.search import Fit, FleetSearch, FleetSimulator
-from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
+from planner.capacity.times import GridPoints, ServiceTimes, StrategyPolicy, service_times
 from planner.capacity.workload import Source, Workload, read_trace
 from planner.search.search import search
 from validate.report import write_benchmark
@@ -135,7 +135,7 @@ def times_against_search(count: int = 40) -> list[str]:
     lines = []
     rng = np.random.default_rng(0)
     for machine in (EAGER, FLASH):
-        times = ServiceTimes(scenario(machine), 65536, 65536, CHAINS)
+        times = ServiceTimes(scenario(machine), GridPoints.up_to(65536, 65536), CHAINS)
         for gpus in (1, 2, 4, 8):
             errors = []
             for number in range(count):

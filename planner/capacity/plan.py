@@ -27,6 +27,7 @@ from planner.capacity.work import Work
 from planner.capacity.workload import Lengths, Workload
 from planner.deploy_engines import engines_with
 from planner.processes import Pool
+from planner.uncertainty.intervals import layout_notes
 
 LONG = 60_000  # number of requests above which designs are searched on a part of the workload
 _STRETCH = 40_000  # number of requests in the part of the workload
@@ -182,10 +183,14 @@ def _report(outcome: Outcome, warnings: Sequence[str]) -> CapacityPlan:
     fleets = outcome.feasible
     infeasible = search.infeasible(fits)
     nearest = None
+    interval_notes: tuple[str, ...] = ()
     if fleets:
         best = fleets[0]
         runs = best.runs or tuple(simulator.runs(best.fleet))
         fleets[0] = replace(best, interval=best.interval or simulator.interval(best.fleet, runs), runs=runs)
+        if fleets[0].interval is not None:
+            prefill = simulator.prefill_at_percentile(best.fleet, runs)
+            interval_notes = tuple(layout_notes(prefill.per_rank, prefill.strategy))
     elif outcome.fleets:
         nearest = outcome.fleets[0]
         infeasible = [Infeasible(None, "decode", nearest.no_decode or ""), *infeasible]
@@ -197,6 +202,7 @@ def _report(outcome: Outcome, warnings: Sequence[str]) -> CapacityPlan:
     in_memory = {one.gpus_per_group for one in infeasible if one.code == "memory"}
     notes = [
         *dict.fromkeys((*without(warnings, "context-range"), *workloads[0].notes, *notes_on(largest))),
+        *interval_notes,
         *_memory_notes(workloads, times, [size for size in sizes if size not in in_memory]),
     ]
     if times.left_out or outcome.left_out:

@@ -24,7 +24,7 @@ from kvrsim.arguments import SearchArgs
 from kvrsim.interp import percentile_of
 from kvrsim.program import Array
 from kvrsim.strategies import Strategy, get_strategy
-from planner.candidates import Search
+from planner.candidates import Candidate, Search
 from planner.capacity.decode import DecodeFleet, Decoding, Sequences
 from planner.capacity.fleet import (
     Fleet,
@@ -233,31 +233,33 @@ class FleetSimulator:
             sampled = replications_interval(ttft_s, percentile)
         else:
             sampled = trace_interval(np.concatenate(ttft_s), percentile, self.request.seed)
+        prefill = self.prefill_at_percentile(fleet, runs)
+        factors = (prefill.interval.low_s / prefill.ttft_s, prefill.interval.high_s / prefill.ttft_s)
         ends = []
-        for factor, end_s in zip(self._prefill_interval(fleet, runs), sampled or (value_s, value_s), strict=True):
+        for factor, end_s in zip(factors, sampled or (value_s, value_s), strict=True):
             modelled_s = factor * percentile_of(self.faster(factor).ttft_s(fleet), percentile)
             error = math.hypot(math.log(modelled_s / value_s), math.log((end_s or value_s) / value_s))
             ends.append(value_s * math.exp(math.copysign(error, factor - 1)))
         high_s = ends[1] if math.isfinite(ends[1]) else None
         return FleetInterval(low_s=min(ends[0], value_s), high_s=high_s, safe=ends[1] <= self.target.slo_s)
 
-    def _prefill_interval(self, fleet: Fleet, runs: Sequence[FleetRun]) -> tuple[float, float]:
-        """Ends of the prediction interval of the prefill at the requested percentile, divided by its predicted time."""
+    def prefill_at_percentile(self, fleet: Fleet, runs: Sequence[FleetRun]) -> Candidate:
+        """The prefill of the served request whose TTFT is the requested percentile, alone on its group."""
         run = runs[0]
         served = np.flatnonzero(np.isfinite(run.ttft_s))
         order = served[np.argsort(run.ttft_s[served], kind="stable")]
         last = order[min(len(order) - 1, int(self.target.percentile / 100 * len(order)))]
-        tokens = int(run.workload.new_tokens[last])
         index = int(run.pool[last])
-        gpus = fleet[index].type.gpus
-        name = self._group(fleet[index], index, runs).strategy
-        own = {one.name: one for one in self.times.policy.names or () if isinstance(one, Strategy)}
+        group = fleet[index]
+        gpus = group.type.gpus
+        name = self._group(group, index, runs).strategy
+        strategies = [strategy for strategy in self.times.policy.names or () if isinstance(strategy, Strategy)]
+        by_name = {strategy.name: strategy for strategy in strategies}
         scenario = self.times.scenario.on_gpus(gpus)
-        request = replace(scenario.request, context_len=max(tokens, gpus), cached_prefix=0)
-        here = replace(scenario, request=request)
-        strategy = own.get(name) or get_strategy(name)
-        one = Search(options=SearchArgs(method="analytical")).candidate(here, strategy)
-        return one.interval.low_s / one.ttft_s, one.interval.high_s / one.ttft_s
+        new_tokens = max(int(run.workload.new_tokens[last]), gpus)
+        here = replace(scenario, request=replace(scenario.request, context_len=new_tokens, cached_prefix=0))
+        strategy = by_name.get(name) or get_strategy(name)
+        return Search(options=SearchArgs(method="analytical")).candidate(here, strategy)
 
     def decoders(self, fleet: Fleet, runs: Sequence[FleetRun]) -> DecodeFleet | str | None:
         """The fleet that decodes the requests of a fleet, or why there is none; None if not requested."""

@@ -2,7 +2,8 @@
 
 StrategyPolicy selects the strategies that groups may run. Prefills simulates one strategy at some lengths. TimeGrid
 holds the fastest strategy at each length. ServiceTimes interpolates: log time is linear in log new tokens, and time is
-linear in the cached prefix.
+linear in the cached prefix. If the requests have few distinct lengths, these lengths themselves are simulated, so that
+no time is interpolated.
 
 A group loads its weights once. Strategies that need the same weights on every GPU share a layout, and a group uses the
 fastest of them for each prompt; strategies of different layouts need different groups.
@@ -10,6 +11,7 @@ fastest of them for each prompt; strategies of different layouts need different 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from copy import copy
@@ -57,6 +59,11 @@ _GAIN = 0.002  # least relative gain in TTFT from doubling the pieces of a pipel
 _PIECES_PER_STAGE = 16  # most pieces per stage; with 16, filling the stages takes less than 7 % of the time
 _TIMES_SHARE = 0.7  # share of a time budget for the simulation of prefills; the search of fleets follows
 _SHORT = 256  # new tokens up to which the clock of a GPU does not decrease
+# Most points (new tokens, cached prefix) of the requests themselves that are simulated. A point takes about 5 ms per
+# strategy; 32 points of all strategies take about as long as the lengths between which times are interpolated.
+_FEW_POINTS = 32
+# The same for strategies whose prompts overlap, which take 60 to 120 ms per point on 8 GPUs.
+_FEW_OVERLAPPING = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,11 +211,15 @@ class Prefills:
     Searched partitions are planned at doublings of the new tokens (analytically: within 0.1 to 1 % of a full search).
     Between these lengths, the best of some candidates is taken: the shares of both neighbours, interpolated shares and
     even shares, each also with chunks of whole tiles. A pipeline takes 1, 2, 4, ... even pieces.
+
+    exact: whether each length is simulated at its own clock frequency, as in a plan; otherwise, lengths between two
+    powers of two share one, and times of overlapping prompts are simulated at fewer lengths and interpolated.
     """
 
-    def __init__(self, scenario: Scenario, strategy: Strategy) -> None:
+    def __init__(self, scenario: Scenario, strategy: Strategy, *, exact: bool = False) -> None:
         self.scenario = for_strategy(scenario, strategy)
         self.strategy = strategy
+        self.exact = exact
         self.num_ranks = self.scenario.cluster.num_gpus
         self.searches = strategy.partition_rule == "search"
         self.shared = self.scenario.cluster.shares_bandwidth
@@ -233,7 +244,7 @@ class Prefills:
             return None
         # Chains and pipelines cost most to simulate, and tiles of kernels change their times least.
         simulated = lengths
-        if overlaps(self.strategy):
+        if overlaps(self.strategy) and not self.exact:
             simulated = simulated_lengths(int(lengths[0]), int(lengths[-1]))
         padded = np.maximum(simulated, self.num_ranks)  # each rank needs at least one token
         partition_at: Callable[[int], Partition]
@@ -271,7 +282,8 @@ class Prefills:
     def chains(self, lengths: Lengths, cached_prefix: int) -> tuple[Array, Array]:
         """The best candidate chunks of each length, and each rank's finish time; both (lengths, ranks)."""
         step = 2 if cached_prefix else 1  # with a long prefix, shares depend less on the length
-        planned = {length: self._shares(cached_prefix, length) for length in _powers(lengths, step)}
+        planned_lengths = lengths.tolist() if self.exact else _powers(lengths, step)
+        planned = {length: self._shares(cached_prefix, length) for length in planned_lengths}
         candidates = [_candidates(int(length), planned, self.num_ranks, few=self.shared) for length in lengths]
         finish_s = self._prefill(np.concatenate(candidates), cached_prefix)
         ends = np.cumsum([len(rows) for rows in candidates])
@@ -282,7 +294,7 @@ class Prefills:
     def slack_s(self, chunks: Array, finish_s: Array, cached_prefix: int) -> Array:
         """Seconds by which each rank alone could begin later; 0 on a shared bus, where the slack is unknown."""
         slack_s = np.zeros_like(finish_s)
-        for rows in _alike(chunks.sum(axis=1)):
+        for rows in self._same_clock(chunks.sum(axis=1)):
             scenario = self.at(cached_prefix, int(chunks[rows[-1]].sum()))
             late_s = self._host_s(chunks[rows], scenario)
             program = build_program(scenario, self.strategy, columns(chunks[rows]))
@@ -310,15 +322,24 @@ class Prefills:
     def _prefill(self, chunks: Array, cached_prefix: int, *, long_steps: bool = False) -> Array:
         """Finish time of each rank for chunks of shape (B, ranks or pieces); shape (B, ranks).
 
-        Prompts of similar length have one clock frequency, that of the longest. long_steps: whether the engine's step
-        time is its 90th percentile.
+        long_steps: whether the engine's step time is its 90th percentile.
         """
         finish_s = np.empty((len(chunks), self.num_ranks))
-        for rows in _alike(chunks.sum(axis=1)):
+        for rows in self._same_clock(chunks.sum(axis=1)):
             scenario = self.at(cached_prefix, int(chunks[rows[-1]].sum()))
             own = with_step_time(scenario, "p90") if long_steps else scenario
             finish_s[rows] = run.finish_s(own, self.strategy, chunks[rows]) + self._host_s(chunks[rows], scenario)
         return finish_s
+
+    def _same_clock(self, tokens: Array) -> Iterable[Lengths]:
+        """Indices of prompts with one clock frequency, that of the longest of them, in ascending order of length.
+
+        They are prompts between two powers of two; with `exact`, prompts of equal length.
+        """
+        classes = tokens if self.exact else np.ceil(np.log2(np.maximum(tokens, _SHORT)))
+        for value in np.unique(classes):
+            rows = np.flatnonzero(classes == value)
+            yield rows[np.argsort(tokens[rows], kind="stable")]
 
     def _host_s(self, chunks: Array, scenario: Scenario) -> Array:
         """The engine's seconds for these prompts' tokens minus those for the scenario's tokens; shape (B, 1)."""
@@ -371,14 +392,6 @@ def slack_of(program: Program, cluster: Cluster, finish_s: Array) -> Array:
     return np.maximum(0.0, slack_s)
 
 
-def _alike(tokens: Array) -> Iterable[Lengths]:
-    """Indices of prompts of similar length: between two powers of two, each group in ascending order."""
-    octave = np.ceil(np.log2(np.maximum(tokens, _SHORT)))
-    for one in np.unique(octave):
-        rows = np.flatnonzero(octave == one)
-        yield rows[np.argsort(tokens[rows], kind="stable")]
-
-
 def _even_pieces(lengths: Lengths, pieces: Lengths, new_tokens: int) -> Partition:
     """Equal pieces, as many as at the next longer simulated length."""
     near = min(int(np.searchsorted(lengths, new_tokens)), len(lengths) - 1)
@@ -423,16 +436,54 @@ def _delay(program: Program, rank: int, delay_s: float) -> Program:
     return replace(program, prologue=tuple(prologue))
 
 
-class ServiceTimes:
-    """Times of one scenario's groups, for lengths up to those of a workload; computed on first use."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GridPoints:
+    """The lengths and cached prefixes whose prefills are simulated, all with all, tokens, ascending."""
 
-    def __init__(self, scenario: Scenario, longest_new: int, longest_prefix: int, policy: StrategyPolicy) -> None:
+    longest_new: int  # the most new tokens of a request
+    longest_prefix: int  # the longest cached prefix of a request
+    lengths: tuple[int, ...]  # new tokens
+    prefixes: tuple[int, ...]
+    exact: bool  # whether each request is at a point; otherwise, its time is interpolated between points
+
+    @classmethod
+    def up_to(cls, longest_new: int, longest_prefix: int) -> GridPoints:
+        """Points for requests of any length up to the longest ones."""
+        return cls(
+            longest_new=longest_new,
+            longest_prefix=longest_prefix,
+            lengths=tuple(with_tiles(simulated_lengths(1, _power_above(longest_new))).tolist()),
+            prefixes=_simulated_prefixes(longest_prefix),
+            exact=False,
+        )
+
+    @classmethod
+    def of(cls, workloads: Sequence[Workload]) -> GridPoints:
+        """Points for the requests of these workloads: their own lengths if these are few."""
+        lengths = np.unique(np.concatenate([workload.new_tokens for workload in workloads]))
+        prefixes = np.unique(np.concatenate([workload.cached_prefix for workload in workloads]))
+        longest_new = int(lengths[-1])
+        longest_prefix = int(prefixes[-1])
+        if len(lengths) * len(prefixes) > _FEW_POINTS:
+            return cls.up_to(longest_new, longest_prefix)
+        return cls(
+            longest_new=longest_new,
+            longest_prefix=longest_prefix,
+            lengths=tuple(lengths.tolist()),
+            prefixes=tuple(prefixes.tolist()),
+            exact=True,
+        )
+
+
+class ServiceTimes:
+    """Times of one scenario's groups, for the lengths of a workload; computed on first use."""
+
+    def __init__(self, scenario: Scenario, points: GridPoints, policy: StrategyPolicy) -> None:
         self.scenario = scenario
+        self.points = points
         self.policy = policy
-        self.longest_new = longest_new
-        self.longest = longest_new + longest_prefix
-        self.lengths = with_tiles(simulated_lengths(1, _power_above(longest_new)))
-        self.prefixes = _simulated_prefixes(longest_prefix)
+        self.lengths = np.array(points.lengths, dtype=np.int64)
+        self.prefixes = points.prefixes
         self._grids: dict[GroupType, tuple[TimeGrid, ...]] = {}
         self._of_strategies: dict[tuple[int, str, int], TimeGrid | None] = {}  # key: GPUs, name and cached prefix
         self.left_out: dict[int, list[str]] = {}  # names of strategies without times, by group size
@@ -458,10 +509,10 @@ class ServiceTimes:
         """The most new tokens that fit in the memory of this type of group without a cached prefix; 0: none."""
         return self.grids(group)[0].most_new_tokens
 
-    def is_for(self, longest_new: int, longest_prefix: int) -> bool:
-        """Whether these service times equal those for workloads with other longest lengths."""
-        prefixes = _simulated_prefixes(longest_prefix)
-        return (self.lengths[-1], self.prefixes) == (_power_above(longest_new), prefixes)
+    def is_for(self, points: GridPoints) -> bool:
+        """Whether these service times equal those for other requests, which need these points."""
+        simulated = (self.points.lengths, self.points.prefixes, self.points.exact)
+        return simulated == (points.lengths, points.prefixes, points.exact)
 
     def under(self, policy: StrategyPolicy) -> Self:
         """The service times under another policy; both objects share the simulation results."""
@@ -513,7 +564,8 @@ class ServiceTimes:
     def _call(self, num_gpus: int, strategy: Strategy, prefix: int) -> tuple[Prefills, int, Lengths, int, int]:
         """Arguments of `Prefills.times` for one prefix of the grid."""
         shorter_prefix = self.prefixes[max(0, self.prefixes.index(prefix) - 1)]
-        prefills = Prefills(self.scenario.on_gpus(num_gpus), strategy)
+        is_quick = not overlaps(strategy) or len(self.lengths) * len(self.prefixes) <= _FEW_OVERLAPPING
+        prefills = Prefills(self.scenario.on_gpus(num_gpus), strategy, exact=self.points.exact and is_quick)
         return prefills, prefix, self.lengths, shorter_prefix, int(self.lengths[-1]) + self.prefixes[-1]
 
     def _strategies(self, group: GroupType) -> Sequence[Strategy]:
@@ -552,23 +604,30 @@ class ServiceTimes:
     def service(self, group: GroupType, workload: Workload, transfer: Transfer | None = None) -> Service:
         """Service times of a workload on groups of this type; `transfer` moves the KV caches away.
 
-        A class is a range between two simulated lengths and two simulated prefixes. Its finish is the latest, and its
-        slack the least, of the grid points around it.
+        A class is one simulated length and prefix if all requests are at such points. Otherwise it is a range between
+        two simulated lengths and two simulated prefixes; its finish is the latest, and its slack the least, of the
+        points around it.
         """
         new = workload.new_tokens
         prefix = workload.cached_prefix
         grids = self.grids(group)
         ttft_s = self.seconds(group, new, prefix)
+        finish = np.stack([grid.finish for grid in grids])
         slack = np.stack([grid.slack_s / grid.ttft_s[:, None] for grid in grids])
-        overlap = Overlap(
-            finish=_around(np.stack([grid.finish for grid in grids]), np.maximum),
-            slack=_around(slack, np.minimum),
-            holds=not self.scenario.sends_overlap,
-        )
-        cells = grids[: max(1, len(grids) - 1)]
-        strategies = tuple(name for grid in cells for name in (*grid.strategy[1:], grid.strategy[-1]))
-        below = np.searchsorted(self.lengths, new, side="right") - 1
-        length_class = np.asarray(cell(prefix, self.prefixes)[0] * len(self.lengths) + below)
+        if self.points.exact:
+            row = np.searchsorted(self.prefixes, prefix)
+            column = np.searchsorted(self.lengths, new)
+            names = [grid.strategy for grid in grids]
+        else:
+            finish = _around(finish, np.maximum)
+            slack = _around(slack, np.minimum)
+            row = cell(prefix, self.prefixes)[0]
+            column = np.searchsorted(self.lengths, new, side="right") - 1
+            # The strategy of a range is that of its upper length.
+            names = [(*grid.strategy[1:], grid.strategy[-1]) for grid in grids[: len(finish)]]
+        length_class = np.asarray(row * len(self.lengths) + column)
+        strategies = tuple(itertools.chain.from_iterable(names))
+        overlap = Overlap(finish=_by_class(finish), slack=_by_class(slack), holds=not self.scenario.sends_overlap)
         gpus = np.array([1 if name == "single" else group.gpus for name in strategies])[length_class]
         return Service(
             ttft_s=ttft_s,
@@ -582,27 +641,34 @@ class ServiceTimes:
         )
 
 
-def _around(values: Array, extreme: np.ufunc) -> tuple[tuple[float, ...], ...]:
-    """The extreme value per class and rank; `values` has shape (prefixes, lengths, ranks)."""
+def _around(values: Array, extreme: np.ufunc) -> Array:
+    """The extreme value of the points around each range; arrays of shape (prefixes, lengths, ranks).
+
+    The last length has a range of its own, and the last prefix only if it is the only one.
+    """
     values = extreme(values, np.concatenate([values[:, 1:], values[:, -1:]], axis=1))
-    if len(values) > 1:
-        values = extreme(values[:-1], values[1:])
+    if len(values) == 1:
+        return values
+    return np.asarray(extreme(values[:-1], values[1:]))
+
+
+def _by_class(values: Array) -> tuple[tuple[float, ...], ...]:
+    """The values of each class and rank, from an array of shape (prefixes, lengths, ranks)."""
     return tuple(tuple(row) for row in values.reshape(-1, values.shape[-1]).tolist())
 
 
 class PackedTimes(ServiceTimes):
     """Times of packed steps of at most `pack_tokens` new tokens, at the clock frequency of the longest prompt."""
 
-    def __init__(
-        self, scenario: Scenario, longest_new: int, longest_prefix: int, policy: StrategyPolicy, pack_tokens: int
-    ) -> None:
-        super().__init__(scenario, longest_new, longest_prefix, policy)
+    def __init__(self, scenario: Scenario, points: GridPoints, policy: StrategyPolicy, pack_tokens: int) -> None:
+        super().__init__(scenario, points, policy)
         self.pack_tokens = pack_tokens
+        self.longest = points.longest_new + points.longest_prefix  # tokens of the longest context
         self._packings: dict[GroupType, Packing] = {}
 
-    def is_for(self, longest_new: int, longest_prefix: int) -> bool:
-        """Whether these service times equal those for workloads with other longest lengths."""
-        return (self.longest_new, self.longest) == (longest_new, longest_new + longest_prefix)
+    def is_for(self, points: GridPoints) -> bool:
+        """Whether these service times equal those for other requests, which need these points."""
+        return (self.points.longest_new, self.points.longest_prefix) == (points.longest_new, points.longest_prefix)
 
     def most_tokens(self, group: GroupType) -> float:
         """The most tokens that all prompts of a step may have in memory; 0: none."""
@@ -614,7 +680,7 @@ class PackedTimes(ServiceTimes):
     def packing(self, group: GroupType) -> Packing:
         """The durations of steps on groups of this type."""
         if group not in self._packings:
-            request = Request(context_len=self.longest_new, dtype=self.scenario.request.dtype)
+            request = Request(context_len=self.points.longest_new, dtype=self.scenario.request.dtype)
             strategy = self._strategies(group)[0]
             per_rank = for_strategy(replace(self.scenario.on_gpus(group.gpus), request=request), strategy)
             self._packings[group] = Packing(per_rank, strategy, self.pack_tokens, self.longest)
@@ -653,12 +719,12 @@ def service_times(
 
     earlier: service times of the same scenario for other workloads, whose simulations are used where the grid is equal.
     """
-    new, prefix = (max(int(getattr(one, name).max()) for one in workloads) for name in ("new_tokens", "cached_prefix"))
-    if earlier is not None and earlier.is_for(new, prefix):
+    points = GridPoints.of(workloads)
+    if earlier is not None and earlier.is_for(points):
         return earlier.under(policy)
     if pack is None:
-        return ServiceTimes(scenario, new, prefix, policy)
-    return PackedTimes(scenario, new, prefix, policy, pack)
+        return ServiceTimes(scenario, points, policy)
+    return PackedTimes(scenario, points, policy, pack)
 
 
 def simulated_lengths(least: int, most: int) -> Lengths:

@@ -64,12 +64,12 @@ STRATEGIES = ("tp", "tsp", "kvr-s", "pp", "tp2+kvr-s")
     strategy=st.sampled_from(STRATEGIES),
     load=st.floats(0.05, 0.9),
     percentile=st.sampled_from((50.0, 90.0, 99.0)),
-    context=st.sampled_from((2048, 4096, 16_384)),  # lengths that a capacity plan does not interpolate
+    context=st.sampled_from((1500, 2048, 3001, 16_384)),
 )
 def test_a_rate_has_the_percentile_of_a_capacity_plan(
     strategy: str, load: float, percentile: float, context: int
 ) -> None:
-    """The same strategy in one group, the same arrivals: only the partition's search may differ."""
+    """The same strategy in one group, the same arrivals: only a searched partition may differ."""
     asked: dict[str, Any] = {"model": "llama-3.1-8b", "cluster": "h100-nvlink"}
     prefill = candidate(strategy, gpus=4, ctx=context, **asked)
     rate = load / prefill.ttft_s
@@ -86,7 +86,8 @@ def test_a_rate_has_the_percentile_of_a_capacity_plan(
         **asked,
     )
     assert fleet.answer is not None
-    assert at_rate.expected_s == pytest.approx(fleet.answer.target_ttft_s, rel=0.03)
+    allowed = 0.03 if get_strategy(strategy).partition_rule == "search" else 1e-6
+    assert at_rate.expected_s == pytest.approx(fleet.answer.target_ttft_s, rel=allowed)
 
 
 def test_a_pipeline_works_on_several_prompts() -> None:

@@ -19,8 +19,9 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.candidates import partition_of
 from planner.capacity.fleet import WHOLE, GroupType
-from planner.capacity.times import Prefills, ServiceTimes, StrategyPolicy, weights_of
+from planner.capacity.times import GridPoints, Prefills, ServiceTimes, StrategyPolicy, service_times, weights_of
 from planner.capacity.work import Work
+from planner.capacity.workload import Workload
 from planner.search.search import search
 
 CHAINS = StrategyPolicy(names=("single", "tsp", "kvr-s"))
@@ -47,7 +48,7 @@ def best_s(profile: str, gpus: int, new: int, cached: int) -> float:
 @pytest.mark.parametrize("profile", ["a100-eager", "h100-flash"])
 @pytest.mark.parametrize("gpus", [1, 4])
 def test_times_are_near_those_of_a_full_search(profile: str, gpus: int) -> None:
-    times = ServiceTimes(scenario(profile), 8192, 4096, CHAINS)
+    times = ServiceTimes(scenario(profile), GridPoints.up_to(8192, 4096), CHAINS)
     rng = np.random.default_rng(3)
     new = np.exp2(rng.uniform(5, 12.9, 12)).astype(np.int64)
     cached = np.where(rng.random(12) < 0.5, 0, rng.integers(1, 4096, 12))
@@ -86,7 +87,7 @@ def test_ranks_that_begin_within_their_slack_end_no_later(profile: str, new: int
 
 
 def test_contexts_that_do_not_fit_in_memory_take_forever() -> None:
-    times = ServiceTimes(scenario("a100-eager"), 32768, 0, CHAINS)
+    times = ServiceTimes(scenario("a100-eager"), GridPoints.up_to(32768, 0), CHAINS)
     most = int(times.most_tokens(GroupType(1)))
     seconds = times.seconds(GroupType(1), np.array([1000, most, most + 1, 32768]), np.zeros(4, dtype=np.int64))
     assert np.isfinite(seconds).tolist() == [True, True, False, False]
@@ -94,7 +95,7 @@ def test_contexts_that_do_not_fit_in_memory_take_forever() -> None:
 
 
 def test_two_policies_share_the_simulations() -> None:
-    times = ServiceTimes(scenario("a100-eager"), 512, 0, CHAINS)
+    times = ServiceTimes(scenario("a100-eager"), GridPoints.up_to(512, 0), CHAINS)
     reports: list[float] = []
     work = Work(report=lambda done, total, text: reports.append(done))
     times.fill((1, 2), work)
@@ -180,7 +181,7 @@ def test_the_longest_prompt_that_fits_is_the_plans() -> None:
 def test_groups_whose_memory_ends_within_the_cached_prefixes(model: str, gpus: int, name: str) -> None:
     """The longest prompt after a prefix between two simulated ones fits in memory; its time is near its simulation."""
     options, _ = make_scenario(ctx=1024, gpus=8, model=model, cluster="a100-nvlink", profile="a100-flash")
-    times = ServiceTimes(options, 200_000, 3_000_000, StrategyPolicy())
+    times = ServiceTimes(options, GridPoints.up_to(200_000, 3_000_000), StrategyPolicy())
     group = GroupType(gpus, name)
     prefills = Prefills(options, get_strategy(name.removesuffix("8")))
     grids = times.grids(group)
@@ -202,7 +203,7 @@ def test_groups_whose_memory_ends_within_the_cached_prefixes(model: str, gpus: i
 def test_times_between_tiles_of_kernels_are_those_of_a_simulation(cluster: str, gpus: int, name: str) -> None:
     """One token more than a whole tile takes up to a tenth longer; interpolated over the step it would not."""
     options, _ = make_scenario(ctx=1024, gpus=gpus, model="llama-3.1-8b", cluster=cluster)
-    times = ServiceTimes(options, 8192, 0, StrategyPolicy(names=(name,)))
+    times = ServiceTimes(options, GridPoints.up_to(8192, 0), StrategyPolicy(names=(name,)))
     lengths = np.array([129, 600, 1023, 1025, 1100, 1500, 2050, 3001, 4097, 4101, 6000, 8192])
     simulated = Prefills(options, get_strategy(name))
     errors = times.seconds(GroupType(gpus), lengths, np.zeros_like(lengths))
@@ -211,3 +212,53 @@ def test_times_between_tiles_of_kernels_are_those_of_a_simulation(cluster: str, 
         errors[index] /= run_partition(scenario, simulated.strategy, partition_of(scenario, simulated.strategy)).ttft_s
     assert errors == pytest.approx(np.ones(len(lengths)), abs=0.03)
     assert abs(np.median(errors) - 1) < 0.02  # the clock is that of the next power of two
+
+
+@pytest.mark.parametrize(("prefixes", "is_exact"), [((0, 300), True), (tuple(range(0, 3000, 100)), False)])
+def test_requests_of_few_lengths_take_as_long_as_in_a_simulation(prefixes: tuple[int, ...], is_exact: bool) -> None:
+    lengths = (1500, 2100, 3001)
+    pairs = np.array([(new, prefix) for new in lengths for prefix in prefixes])
+    workload = Workload(
+        name="few lengths",
+        kind="csv",
+        arrival_s=np.arange(len(pairs), dtype=float),
+        context_len=pairs.sum(axis=1),
+        cached_prefix=pairs[:, 1],
+        output_tokens=np.ones(len(pairs), dtype=np.int64),
+    )
+    options, _ = make_scenario(ctx=1024, gpus=4, model="llama-3.1-8b", cluster="h100-nvlink")
+    times = service_times(options, [workload], StrategyPolicy(names=("tsp",)))
+    assert times.points.exact is is_exact
+    service = times.service(GroupType(4), workload)
+    strategy = get_strategy("tsp")
+    simulated_s = []
+    for new, prefix in pairs.tolist():
+        prompt = Prefills(options, strategy).at(prefix, new)
+        simulated_s.append(run_partition(prompt, strategy, partition_of(prompt, strategy)).ttft_s)
+    assert service.ttft_s == pytest.approx(simulated_s, rel=1e-9 if is_exact else 0.05)
+    assert {service.strategies[index] for index in service.length_class} == {"tsp"}
+
+
+@pytest.mark.parametrize("name", ["kvr-s", "pp"])
+def test_each_of_few_lengths_has_the_overlap_of_its_own_simulation(name: str) -> None:
+    lengths = np.array([1500, 6000], dtype=np.int64)
+    workload = Workload(
+        name="two lengths",
+        kind="csv",
+        arrival_s=np.zeros(2),
+        context_len=lengths,
+        cached_prefix=np.zeros(2, dtype=np.int64),
+        output_tokens=np.ones(2, dtype=np.int64),
+    )
+    options, _ = make_scenario(ctx=1024, gpus=4, model="llama-3.1-8b", cluster="h100-nvlink")
+    times = service_times(options, [workload], StrategyPolicy(names=(name,)))
+    (group,) = times.types(4)
+    service = times.service(group, workload)
+    for index, tokens in enumerate(lengths.tolist()):
+        alone = Prefills(options, get_strategy(name), exact=True).times(0, lengths[[index]], 0, tokens)
+        assert alone is not None
+        length_class = service.length_class[index]
+        assert service.ttft_s[index] == pytest.approx(alone.ttft_s[0], rel=1e-9)
+        assert service.overlap.finish[length_class] == pytest.approx(alone.finish[0].tolist(), rel=1e-9)
+        slack = alone.slack_s[0] / alone.ttft_s[0]
+        assert service.overlap.slack[length_class] == pytest.approx(slack.tolist(), rel=1e-6, abs=1e-9)
