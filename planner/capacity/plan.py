@@ -12,6 +12,7 @@ import numpy as np
 from kvrsim.arguments import OnProgress
 from kvrsim.builder import notes_on
 from kvrsim.choices import DEPLOY_ENGINES
+from kvrsim.engine import SHORT_TOKENS
 from kvrsim.errors import InputError
 from kvrsim.notes import without
 from kvrsim.results.question import Question
@@ -199,9 +200,13 @@ def _report(outcome: Outcome, warnings: Sequence[str]) -> CapacityPlan:
     tried = outcome.tried
     if tried is None or nearest is not None:
         tried = search.around(fits, fleets if nearest is None else [nearest])
+    # Notes on the lengths of `warnings` are those of the command line's default context, not of the requests.
+    notes_of_lengths = ["context-range"]
+    if min(int(workload.new_tokens.min()) for workload in workloads) >= SHORT_TOKENS:
+        notes_of_lengths.append("engine, short")
     in_memory = {one.gpus_per_group for one in infeasible if one.code == "memory"}
     notes = [
-        *dict.fromkeys((*without(warnings, "context-range"), *workloads[0].notes, *notes_on(largest))),
+        *dict.fromkeys((*without(warnings, *notes_of_lengths), *workloads[0].notes, *notes_on(largest))),
         *interval_notes,
         *_memory_notes(workloads, times, [size for size in sizes if size not in in_memory]),
     ]
