@@ -24,12 +24,12 @@ from kvrsim.interp import percentile_of
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.candidates import partition_of
-from planner.capacity.fleet import FleetLimits, GroupType, Overlap, Pool, Service, run_pool
+from planner.capacity.fleet import FleetLimits, GroupPool, GroupType, Overlap, Service, run_pool
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import CapacityRequest, Target, make_request
-from planner.capacity.search import Fit, FleetSearch, FleetSimulator
+from planner.capacity.search import FleetFit, FleetSearch, FleetSimulator
 from planner.capacity.times import GridPoints, ServiceTimes, StrategyPolicy, service_times
-from planner.capacity.workload import Source, Workload, read_trace
+from planner.capacity.workload import RequestSource, Workload, read_trace
 from planner.search.search import search
 from validate.report import write_benchmark
 from validate.results import spread
@@ -59,7 +59,7 @@ def a_million(repeats: int = 3) -> str:
     """Measure seconds for a million requests on 14 groups at 86 % load."""
     arrival_s = poisson(MILLION, 1.0, seed=0)
     service = Service.plain(np.random.default_rng(1).exponential(12.0, MILLION))
-    pool, taken = Pool(arrival_s=arrival_s, service=service, replicas=14), []
+    pool, taken = GroupPool(arrival_s=arrival_s, service=service, replicas=14), []
     for _ in range(repeats):
         begin_s = time.perf_counter()
         run_pool(pool)
@@ -123,7 +123,7 @@ def theory(seeds: int = 4, count: int = 500_000) -> list[str]:
                 arrival_s = poisson(count, load, seed)
                 drawn = np.random.default_rng(100 + seed).exponential(1.0, count)
                 service = Service.plain(np.ones(count) if constant else drawn)
-                run = run_pool(Pool(arrival_s=arrival_s, service=service, replicas=groups))
+                run = run_pool(GroupPool(arrival_s=arrival_s, service=service, replicas=groups))
                 errors.append((run.begin_s - arrival_s)[count // 10 :].mean() / expected - 1)
             low, high = min(errors), max(errors)
             lines.append(f"| {name} at {share:.0%} load | {np.mean(errors):+.2%} ({low:+.2%} to {high:+.2%}) |")
@@ -174,7 +174,7 @@ def answers(folder: Path) -> list[str]:
     return lines
 
 
-def searched(machine: dict[str, str], requests: str, slo_s: float) -> list[Fit]:
+def searched(machine: dict[str, str], requests: str, slo_s: float) -> list[FleetFit]:
     """All designs that meet the target, best first."""
     request: CapacityRequest = make_request(FleetArgs(requests=requests, slo_ttft=slo_s), scenario(machine))
     workload = request.source.workload(0)
@@ -193,7 +193,7 @@ def cached_times(machine: dict[str, str], requests: str) -> ServiceTimes:
     return _TIMES[requests]
 
 
-def described(fit: Fit) -> str:
+def described(fit: FleetFit) -> str:
     """Format the number of GPUs and the groups of a design."""
     groups = " + ".join(
         f"{group.replicas} × {group.type.gpus}" + ("" if len(fit.fleet) == 1 else f" (to {group.most_new})")
@@ -228,7 +228,7 @@ def mixed_against_uniform(folder: Path) -> list[str]:
 def early_ranks(folder: Path) -> list[str]:
     """The gain if early ranks of a chain start the next prompt, in the smallest uniform fleets."""
     path = str(folder / "mooncake_conversation.csv")
-    source = Source.of(path, rate_scale=20.0)
+    source = RequestSource.of(path, rate_scale=20.0)
     workload = source.workload(0)
     times = cached_times(FLASH, path)
     lines = [
@@ -247,7 +247,7 @@ def early_ranks(folder: Path) -> list[str]:
 
 def early(service: Service, workload: Workload, replicas: int) -> float:
     """99th percentile of TTFT if ranks become free early."""
-    run = run_pool(Pool(arrival_s=workload.arrival_s, service=service, replicas=replicas))
+    run = run_pool(GroupPool(arrival_s=workload.arrival_s, service=service, replicas=replicas))
     return percentile_of(run.end_s - workload.arrival_s, 99)
 
 

@@ -403,9 +403,9 @@ def capacity_of(
     scenario, warnings = build_scenario(args)
     request = make_request(fleet, scenario)
     if emit is not None:
-        from planner.capacity.launch import check_launch
+        from planner.capacity.deployment import check_deployment
 
-        check_launch(scenario, request, emit)
+        check_deployment(scenario, request, emit)
     names = None if strategies is None else tuple(strategies)
     policy = StrategyPolicy(names=names, engines=tuple(map(deploy_engine, engines)))
     return plan_capacity(scenario, request, policy, warnings=warnings, pool=pool, on_progress=on_progress)

@@ -1,4 +1,4 @@
-"""Launches of a plan's strategies on serving engines: commands with their flags."""
+"""Deployments of a plan's strategies on serving engines: commands with their flags."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Server:
 
     @property
     def files(self) -> Mapping[str, str]:
-        """Contents of the files that the launch needs, by name."""
+        """Contents of the files that the deployment needs, by name."""
         if self.engine.name != "trtllm":
             return {}
         lines = [
@@ -157,7 +157,7 @@ class Server:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
+class Deployment:
     """Command and files that start an engine for a strategy, or for the groups of a fleet."""
 
     engine: str
@@ -169,8 +169,8 @@ class Launch:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, server: Server, strategy: str, notes: Iterable[str], files: Mapping[str, str]) -> Launch:
-        """The launch of a server."""
+    def of(cls, server: Server, strategy: str, notes: Iterable[str], files: Mapping[str, str]) -> Deployment:
+        """The deployment of a server."""
         engine = {"engine": server.engine.name, "version": server.engine.version, "strategy": strategy}
         return cls(**engine, command=server.command, args=server.args, files=files, notes=tuple(notes))
 
@@ -207,7 +207,7 @@ def longest_sequence(model: ModelSpec, tokens: int) -> int:
     raise InputError("ctx", tokens, accepted)
 
 
-def launch_of(
+def deployment_of(
     scenario: Scenario,
     engine_name: str,
     strategy: str | Strategy,
@@ -215,8 +215,8 @@ def launch_of(
     *,
     model: str,
     layers: Sequence[int] | None = None,
-) -> Launch:
-    """The launch of a strategy with its partition (pieces, for a pipeline) on the scenario's GPUs.
+) -> Deployment:
+    """The deployment of a strategy with its partition (pieces, for a pipeline) on the scenario's GPUs.
 
     layers: layers of each stage of a pipeline; None: even. model: the model's name for the engine.
     Raises InputError if the engine lacks the strategy; the error names the strategies that it has.
@@ -238,7 +238,7 @@ def launch_of(
     placement = scenario.prefix_placement
     if scenario.request.cached_prefix and placement.place != "all":
         notes.append(f"no flag here places the cached prefix ({placement.describe()}): set it up in the engine")
-    return Launch.of(server, own.name, notes, server.files)
+    return Deployment.of(server, own.name, notes, server.files)
 
 
 def _check_fits(scenario: Scenario, engine: DeployEngine, strategy: Strategy, partition: Sequence[int]) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 
 from kvrsim.interp import percentile_of
 from kvrsim.program import Array
-from planner.capacity.fleet import Overlap, Pool, Service, run_pool
+from planner.capacity.fleet import GroupPool, Overlap, Service, run_pool
 from planner.capacity.times import overlaps, slack_of
-from planner.capacity.workload import Source, Workload
+from planner.capacity.workload import RequestSource, Workload
 
 if TYPE_CHECKING:
     from kvrsim.noise import Distribution
@@ -57,7 +57,7 @@ class PromptQueue:
 
     def _ttft_s(self, arrivals: Workload, service: Service, rate_per_s: float) -> Array:
         arrival_s = arrivals.faster(rate_per_s).arrival_s
-        return run_pool(Pool(arrival_s=arrival_s, service=service, replicas=1)).end_s - arrival_s
+        return run_pool(GroupPool(arrival_s=arrival_s, service=service, replicas=1)).end_s - arrival_s
 
     def most_rate_per_s(self, most_s: float, percent: float, slower: float = 1.0) -> float:
         """The largest rate at which `percent` percent of the prompts have a TTFT of at most `most_s`; 0: none."""
@@ -84,7 +84,7 @@ def queue_of(candidate: Candidate, noisy: Distribution | None = None, *, seed: i
     overlap = _overlap_of(candidate)
     # Ranks that work on different prompts of different times are simulated prompt by prompt, which takes long.
     draws = 1 if noisy is not None and overlap.num_ranks > 1 else _DRAWS
-    source = Source.of(f"synthetic:poisson,rate=1,context={request.context_len},max={request.context_len}")
+    source = RequestSource.of(f"synthetic:poisson,rate=1,context={request.context_len},max={request.context_len}")
     arrivals = tuple(source.workload(seed, number) for number in range(draws))
     services = []
     for number, workload in enumerate(arrivals):

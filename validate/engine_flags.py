@@ -22,7 +22,7 @@ from kvrsim.layout import Layout
 from kvrsim.model.load import config_path
 from kvrsim.strategies import get_strategy
 from planner.candidates import Search
-from planner.deploy import Launch, launch_of
+from planner.deploy import Deployment, deployment_of
 from planner.deploy_engines import DeployEngine, deploy_engine, layout_on_gpus
 from validate.report import RESULTS, fill, table, write_page
 
@@ -43,7 +43,7 @@ class Resolution:
     differs: Mapping[str, str]  # sizes that differ from the plan's, by launch
 
 
-def launches(engine: str) -> Iterator[tuple[str, Launch, Layout]]:
+def launches(engine: str) -> Iterator[tuple[str, Deployment, Layout]]:
     """Yield a name, a launch and its layout for each question."""
     for question in (dict(one.fields) for one in QUESTIONS):
         strategies = map(get_strategy, question.pop("strategies"))
@@ -53,7 +53,7 @@ def launches(engine: str) -> Iterator[tuple[str, Launch, Layout]]:
                 candidate = Search().candidate(scenario, strategy)
                 chunks = candidate.partition.chunk_lens
                 layers = candidate.strategy.stage_layers
-                launch = launch_of(
+                launch = deployment_of(
                     scenario, engine, candidate.strategy, chunks, model=str(question["model"]), layers=layers
                 )
                 yield (
@@ -93,7 +93,7 @@ def resolve_all(engine: DeployEngine, python: str) -> Resolution:
     return Resolution(engine=engine, version=content["version"], launches=len(cases), refused=refused, differs=differs)
 
 
-def _request(what: str, launch: Launch) -> dict[str, Any]:
+def _request(what: str, launch: Deployment) -> dict[str, Any]:
     model, cluster_name, _ = what.split(", ")
     cluster = load_cluster(cluster_name)
     config = json.loads(config_path(model, "model").read_text("utf-8"))

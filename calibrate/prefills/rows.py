@@ -28,7 +28,7 @@ from kvrsim.arguments import tokens_or_none
 from kvrsim.choices import DTYPES
 from kvrsim.closed_loop import OUTPUT_TOKENS, ClosedLoop
 from kvrsim.errors import ABSENT, InputError
-from kvrsim.io.columns import CACHED_TOKENS, PROMPT_TOKENS, Column, Usual, find_columns, parse_columns
+from kvrsim.io.columns import CACHED_TOKENS, PROMPT_TOKENS, RoleColumn, Usual, find_columns, parse_columns
 from kvrsim.io.columns import OUTPUT_TOKENS as OUTPUT_TOKEN_NAMES
 from kvrsim.io.files import open_regular, read_text
 from kvrsim.io.schema import JsonObject, NonNegative, parse_json
@@ -386,7 +386,7 @@ def _is_json(path: str | Path) -> bool:
         return False
 
 
-def _table(table: CsvTable, named: Mapping[str, Column], context_len: int | None) -> PrefillRows:
+def _table(table: CsvTable, named: Mapping[str, RoleColumn], context_len: int | None) -> PrefillRows:
     """Rows of a CSV file, and notes on its columns; `context_len` is that of rows without one."""
     columns = find_columns(table.columns, _USUAL, named)
     if "ttft_s" not in columns:
@@ -406,7 +406,7 @@ class CsvRow:
     """A line of a CSV file, whose values are read by the roles of their columns."""
 
     row: JsonObject  # texts by column
-    columns: Mapping[str, Column]  # columns by role
+    columns: Mapping[str, RoleColumn]  # columns by role
 
     def has(self, role: str) -> bool:
         return role in self.columns and self.row.has(self.columns[role].name)

@@ -30,7 +30,7 @@ _SECONDS = {
 }
 
 
-class Column(NamedTuple):
+class RoleColumn(NamedTuple):
     """A column of a table."""
 
     name: str  # name in the header
@@ -48,12 +48,12 @@ def split_unit(name: str) -> tuple[str, float | None]:
     return (base, _SECONDS[unit]) if base and unit in _SECONDS else (plain_name(name), None)
 
 
-def parse_columns(text: str, usual: Usual, argument: str = "columns") -> dict[str, Column]:
+def parse_columns(text: str, usual: Usual, argument: str = "columns") -> dict[str, RoleColumn]:
     """Read "ROLE=COLUMN,..." of a user; a role may also be one of its usual names, such as ttft_ms.
 
     A role that names a unit gives it to a column whose name has none. Raises InputError for an unknown role.
     """
-    columns: dict[str, Column] = {}
+    columns: dict[str, RoleColumn] = {}
     for part in text.split(","):
         key, mark, name = (piece.strip() for piece in part.partition("="))
         role = _role_of(key, usual)
@@ -63,18 +63,18 @@ def parse_columns(text: str, usual: Usual, argument: str = "columns") -> dict[st
         unit_s = split_unit(name)[1]
         if unit_s is None:
             unit_s = split_unit(key)[1]
-        columns[role] = Column(name, unit_s)
+        columns[role] = RoleColumn(name, unit_s)
     return columns
 
 
 def find_columns(
-    header: Sequence[str], usual: Usual, named: Mapping[str, Column], argument: str = "columns"
-) -> dict[str, Column]:
+    header: Sequence[str], usual: Usual, named: Mapping[str, RoleColumn], argument: str = "columns"
+) -> dict[str, RoleColumn]:
     """The column of each role that the table has: the one that the user names, else the first with a usual name.
 
     Raises InputError for a named column that is not in the header.
     """
-    columns: dict[str, Column] = {}
+    columns: dict[str, RoleColumn] = {}
     taken = {column.name for column in named.values()}
     for role, names in usual.items():
         if role in named:
@@ -89,7 +89,7 @@ def find_columns(
         ]
         if places:
             _, _, name = min(places)
-            columns[role] = Column(name, split_unit(name)[1])
+            columns[role] = RoleColumn(name, split_unit(name)[1])
     return columns
 
 

@@ -37,7 +37,7 @@ class GroupType(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
+class GpuGroup:
     """Equal groups behind one queue, and the prompts that they serve."""
 
     type: GroupType
@@ -50,12 +50,12 @@ class Group:
         """GPUs of all replicas."""
         return self.type.gpus * self.replicas
 
-    def of(self, replicas: int) -> Group:
+    def of(self, replicas: int) -> GpuGroup:
         """The same groups with another number of replicas."""
         return replace(self, replicas=replicas)
 
 
-Fleet = tuple[Group, ...]  # groups in ascending order of their prompt lengths; together they serve all lengths
+Fleet = tuple[GpuGroup, ...]  # groups in ascending order of their prompt lengths; together they serve all lengths
 
 
 def gpus_of(fleet: Fleet) -> int:
@@ -169,7 +169,7 @@ class Service:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pool:
+class GroupPool:
     """Requests and the groups that serve them. All requests fit on a group.
 
     The group that has been free longest takes the next prompt; among equals, the group with the lowest number. A group
@@ -191,7 +191,7 @@ class PoolRun:
     busy_s: float  # mean busy time of a group's GPUs, summed over the groups
 
 
-def run_pool(pool: Pool) -> PoolRun:
+def run_pool(pool: GroupPool) -> PoolRun:
     """Serve all requests in the order of arrival, which takes about 1 µs per request; packed steps take several µs."""
     if pool.service.packing is not None:
         return _run_packed(pool, pool.service.packing)
@@ -229,7 +229,7 @@ def run_pool(pool: Pool) -> PoolRun:
     )
 
 
-def _is_equal(pool: Pool) -> bool:
+def _is_equal(pool: GroupPool) -> bool:
     """Whether one group serves prompts that all take the same time."""
     service = pool.service
     if pool.replicas != 1 or service.hold_s.any():
@@ -237,7 +237,7 @@ def _is_equal(pool: Pool) -> bool:
     return bool((service.ttft_s == service.ttft_s[0]).all() and (service.length_class == service.length_class[0]).all())
 
 
-def _run_equal(pool: Pool) -> PoolRun:
+def _run_equal(pool: GroupPool) -> PoolRun:
     """Serve equal prompts on one group, all at once: about 0.01 µs per request and rank.
 
     For equal prompts, the rules of Overlap.run say that rank i is free for the next prompt f_i - w_i after the last
@@ -264,7 +264,7 @@ def _starts_s(arrival_s: Array, period_s: float) -> Array:
     return np.asarray(np.maximum.accumulate(arrival_s - shift_s) + shift_s)
 
 
-def _run_packed(pool: Pool, packing: Packing) -> PoolRun:
+def _run_packed(pool: GroupPool, packing: Packing) -> PoolRun:
     """Serve the requests in packed steps, event by event.
 
     When the first stage of a group is free, its next step takes the rest of the prompt that the group has begun, then
@@ -345,7 +345,10 @@ def route(new_tokens: Lengths, services: Mapping[GroupType, Service], fleet: Fle
 
 
 def run_fleet(
-    workload: Workload, services: Mapping[GroupType, Service], fleet: Fleet, serve: Callable[[Pool], PoolRun] = run_pool
+    workload: Workload,
+    services: Mapping[GroupType, Service],
+    fleet: Fleet,
+    serve: Callable[[GroupPool], PoolRun] = run_pool,
 ) -> FleetRun:
     """Serve a workload; `services` has its service times by type of group, `serve` simulates one pool."""
     pool_of = route(workload.new_tokens, services, fleet)
@@ -357,7 +360,7 @@ def run_fleet(
         if len(mine):
             arrival_s = workload.arrival_s[mine]
             service = services[group.type].select(mine)
-            run = serve(Pool(arrival_s=arrival_s, service=service, replicas=group.replicas))
+            run = serve(GroupPool(arrival_s=arrival_s, service=service, replicas=group.replicas))
             ttft_s[mine], begin_s[mine] = run.end_s - arrival_s, run.begin_s
             busy_gpu_s += run.busy_s * group.type.gpus
     return FleetRun(workload=workload, ttft_s=ttft_s, begin_s=begin_s, pool=pool_of, busy_gpu_s=busy_gpu_s)

@@ -22,7 +22,7 @@ from kvrsim.units import format_seconds
 from planner.capacity.fleet import FleetLimits
 from planner.capacity.request import CapacityRequest
 from planner.capacity.result import CapacityPlan, FleetAnswer, Growth, Infeasible, format_share, groups_of
-from planner.capacity.search import Fit, FleetSearch, FleetSimulator
+from planner.capacity.search import FleetFit, FleetSearch, FleetSimulator
 from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
 from planner.capacity.work import Work
 from planner.capacity.workload import Lengths, Workload
@@ -69,12 +69,12 @@ def plan_capacity(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class FleetOutcome:
     """What a search found."""
 
     search: FleetSearch
     largest: Scenario  # the longest context on the largest group
-    fits: list[Fit]
+    fits: list[FleetFit]
     fleets: list[FleetAnswer]  # fleets that meet the TTFT target, best first; those without a fleet that decodes last
     tried: tuple[FleetAnswer, ...] | None  # the best designs, with fewer and more groups; None: not simulated yet
     left_out: int  # designs for which the time budget was too short
@@ -95,7 +95,7 @@ class Sizing:
         self.work = work
         self._times: ServiceTimes | None = None  # those of the last search
 
-    def search(self, request: CapacityRequest, stage: str) -> Outcome:
+    def search(self, request: CapacityRequest, stage: str) -> FleetOutcome:
         """The fleets for the requests; only with strategies of engines, unless the policy or the target needs others.
 
         stage: what the fleets are for, in reports of progress.
@@ -124,7 +124,7 @@ class Sizing:
         note = f"with strategies that no engine has: {fewer.total_gpus} GPUs, {fewer.describe()} (strategies all)"
         return replace(practice, notes=(note,))
 
-    def _search(self, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes) -> Outcome:
+    def _search(self, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes) -> FleetOutcome:
         limits = _limits(self.scenario, request.limits, times.policy)
         times.fill(limits.sizes, self.work)
         sizes = tuple(filter(times.layouts, limits.sizes))
@@ -143,7 +143,7 @@ class Sizing:
         largest = replace(self.scenario.on_gpus(max(sizes)), request=replace(longest, cached_prefix=0))
         fleets = [replace(fleet, engine=_engines_of(fleet, largest)) for fleet in fleets]
         left_out = self.work.left_out
-        return Outcome(search=search, largest=largest, fits=fits, fleets=fleets, tried=tried, left_out=left_out)
+        return FleetOutcome(search=search, largest=largest, fits=fits, fleets=fleets, tried=tried, left_out=left_out)
 
     def growth(self, request: CapacityRequest) -> tuple[tuple[Growth, ...], str | None]:
         """The answers to the same question with more requests, and a note if some are not simulated."""
@@ -170,7 +170,7 @@ class Sizing:
         return tuple(growth), None
 
 
-def _report(outcome: Outcome, warnings: Sequence[str]) -> CapacityPlan:
+def _report(outcome: FleetOutcome, warnings: Sequence[str]) -> CapacityPlan:
     """The plan of a search: the answer, fleets beside it, reasons and notes."""
     search = outcome.search
     simulator = outcome.search.simulator

@@ -13,7 +13,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.units import format_bandwidth, parse_count, parse_number
 from planner.capacity.decode import Transfer
 from planner.capacity.fleet import FleetLimits
-from planner.capacity.workload import Source, Workload
+from planner.capacity.workload import RequestSource, Workload
 
 _DEFAULT_MAX_GPUS = 512
 _MOST_GPUS_PER_GROUP = 64
@@ -36,7 +36,7 @@ class Target:
 class CapacityRequest:
     """Requests, target, allowed fleets, and options of a capacity plan."""
 
-    source: Source
+    source: RequestSource
     target: Target
     limits: FleetLimits = field(default_factory=FleetLimits)
     tpot_s: float | None = None  # target of the fleet that decodes; None: that fleet is not planned
@@ -92,7 +92,7 @@ def make_request(fleet: FleetArgs, scenario: Scenario) -> CapacityRequest:
     if fleet.pack_tokens is not None and fleet.pack_tokens > _MOST_PACKED:
         raise InputError("pack_tokens", fleet.pack_tokens, f"at most {_MOST_PACKED} tokens a step")
     return CapacityRequest(
-        source=Source.of(fleet.requests, columns=fleet.columns, rate_scale=fleet.rate_scale),
+        source=RequestSource.of(fleet.requests, columns=fleet.columns, rate_scale=fleet.rate_scale),
         target=Target(slo_s=_positive(fleet.slo_ttft, "slo_ttft"), percentile=fleet.percentile),
         limits=_limits(fleet, scenario.cluster.gpus_per_node),
         tpot_s=None if fleet.tpot is None else _positive(fleet.tpot, "tpot"),

@@ -29,10 +29,10 @@ from planner.capacity.decode import DecodeFleet, Decoding, Sequences
 from planner.capacity.fleet import (
     Fleet,
     FleetRun,
-    Group,
+    GpuGroup,
+    GroupPool,
     GroupType,
     Indices,
-    Pool,
     Service,
     gpus_of,
     route,
@@ -72,7 +72,7 @@ _BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas
 class Bucket:
     """The requests that one group of a design serves, in every workload."""
 
-    def __init__(self, simulator: FleetSimulator, group: Group, members: Sequence[Indices]) -> None:
+    def __init__(self, simulator: FleetSimulator, group: GpuGroup, members: Sequence[Indices]) -> None:
         self.simulator = simulator
         self.group = group
         self.members = members
@@ -96,7 +96,7 @@ class Bucket:
             for workload, service, mine in zip(simulator.workloads, services, self.members, strict=True):
                 if len(mine):
                     arrival_s = workload.arrival_s[mine]
-                    pool = Pool(arrival_s=arrival_s, service=service.select(mine), replicas=replicas)
+                    pool = GroupPool(arrival_s=arrival_s, service=service.select(mine), replicas=replicas)
                     self._late[replicas] += int((run_pool(pool).end_s - arrival_s > simulator.target.slo_s).sum())
             simulator.work.simulate(self.requests)
         return self._late[replicas]
@@ -292,7 +292,7 @@ class FleetSimulator:
         served = np.concatenate(each)
         return percentile_of(served, percentile) if len(served) else None
 
-    def _group(self, group: Group, index: int, runs: Sequence[FleetRun]) -> GroupAnswer:
+    def _group(self, group: GpuGroup, index: int, runs: Sequence[FleetRun]) -> GroupAnswer:
         seconds: Counter[str] = Counter()
         for service, run in zip(self.services(group.type), runs, strict=True):
             mine = run.pool == index
@@ -312,7 +312,7 @@ class FleetSimulator:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
+class FleetFit:
     """A design with the fewest replicas that meet the target."""
 
     design: Fleet  # one group per bucket, with its number of replicas; 0 for an empty bucket
@@ -342,7 +342,7 @@ class FleetSearch:
         self.types = [one for size in self.limits.sizes for one in simulator.times.types(size)]
         self._simulated = set[Fleet]()  # designs
 
-    def all_fits(self, stretch: Workload | None = None) -> list[Fit]:
+    def all_fits(self, stretch: Workload | None = None) -> list[FleetFit]:
         """All uniform fleets that meet the target, and the best mixed fleet of each pair of group sizes, best first.
 
         stretch: part of the requests on which mixed designs are searched first; None: search on all requests.
@@ -369,7 +369,7 @@ class FleetSearch:
         """The largest uniform fleet of each type of group within the limits."""
         return [(group.of(self.limits.max_gpus // group.type.gpus),) for (group,) in self.uniform()]
 
-    def fits(self, designs: Sequence[Fleet], earlier: Sequence[Fit] = ()) -> list[Fit]:
+    def fits(self, designs: Sequence[Fleet], earlier: Sequence[FleetFit] = ()) -> list[FleetFit]:
         """The earlier fits and the fits of designs that meet the target at no higher cost, best first."""
         fits = list(earlier)
         for design in self.work.in_time(designs, lambda: bool(fits)):
@@ -379,14 +379,14 @@ class FleetSearch:
                 fits.append(fit)
         return sorted(fits, key=lambda fit: (fit.cost, fit.never_served, fit.late, len(fit.design), fit.sizes))
 
-    def mixed(self, earlier: Sequence[Fit]) -> list[Fit]:
+    def mixed(self, earlier: Sequence[FleetFit]) -> list[FleetFit]:
         """The earlier fits, and fits of designs with two buckets: first all cuts are tried, then cuts near the best."""
         pairs = [pair for pair in itertools.product(self._best_types(), repeat=2) if pair[0].gpus <= pair[1].gpus]
         fits = self.fits([self._design(pair, (border,)) for border in self._cuts() for pair in pairs], earlier)
         best = [fit for fit in fits if len(fit.design) == 2][:_REFINED]
         return self.fits([design for fit in best for design in self._finer(fit.design)], fits)
 
-    def fit(self, design: Fleet, at_most: float = math.inf) -> Fit | None:
+    def fit(self, design: Fleet, at_most: float = math.inf) -> FleetFit | None:
         """The cheapest numbers of replicas with which a design meets the target; None if there are none."""
         buckets = self.simulator.buckets(design)
         never_served = self.simulator.requests - sum(bucket.requests for bucket in buckets)
@@ -426,7 +426,7 @@ class FleetSearch:
             low, high = (low, middle) if bucket.late(middle) <= allowed else (middle, high)
         return high
 
-    def answers(self, fits: Sequence[Fit]) -> list[FleetAnswer]:
+    def answers(self, fits: Sequence[FleetFit]) -> list[FleetAnswer]:
         """The fleets of the fits that meet the target, best first: those with a fleet that decodes, by total cost."""
         answers = list[FleetAnswer]()
         for fit in self.work.in_time(fits, lambda: any(one.meets for one in answers)):
@@ -461,7 +461,7 @@ class FleetSearch:
                 break
         return answer
 
-    def around(self, fits: Sequence[Fit], answers: Sequence[FleetAnswer]) -> tuple[FleetAnswer, ...]:
+    def around(self, fits: Sequence[FleetFit], answers: Sequence[FleetAnswer]) -> tuple[FleetAnswer, ...]:
         """Fleets of the best designs, with fewer and more groups; without designs, fractions of the largest fleets.
 
         answers: fleets that are simulated already, of which the first is among the results.
@@ -486,9 +486,9 @@ class FleetSearch:
         answers = map(self.simulator.answer, self.largest())
         return min(answers, key=lambda answer: (answer.target_ttft_s, answer.unserved))
 
-    def infeasible(self, fits: Sequence[Fit]) -> list[Infeasible]:
+    def infeasible(self, fits: Sequence[FleetFit]) -> list[Infeasible]:
         """Group sizes whose uniform fleets miss the target, and the reason for the type with fewest late requests."""
-        nearest: dict[int, tuple[int, Group]] = {}
+        nearest: dict[int, tuple[int, GpuGroup]] = {}
         for design, (group,) in zip(self.uniform(), self.largest(), strict=True):
             if design not in self._simulated:
                 continue
@@ -502,7 +502,7 @@ class FleetSearch:
             reasons.append(Infeasible(None, "mixed", "fleets of two sizes of group do not meet it either"))
         return reasons
 
-    def _reason(self, group: Group) -> Infeasible:
+    def _reason(self, group: GpuGroup) -> Infeasible:
         """The reason why the largest uniform fleet of this type misses the target."""
         simulator = self.simulator
         target = self.simulator.target
@@ -558,15 +558,15 @@ class FleetSearch:
 
     def _cheapest(
         self, design: Fleet, options: list[list[tuple[int, int]]], cost: list[float], never_served: int
-    ) -> Fit | None:
+    ) -> FleetFit | None:
         allowed = self.simulator.allowed - never_served
-        fits = list[Fit]()
+        fits = list[FleetFit]()
         for combination in itertools.product(*options):
             replicas, late = zip(*combination, strict=True)
             groups = tuple(bucket.of(count) for bucket, count in zip(design, replicas, strict=True))
             if sum(late) <= allowed and gpus_of(groups) <= self.limits.max_gpus:
                 price = float(np.dot(cost, replicas))
-                fits.append(Fit(design=groups, cost=price, late=sum(late), never_served=never_served))
+                fits.append(FleetFit(design=groups, cost=price, late=sum(late), never_served=never_served))
         best = min(fits, key=lambda fit: (fit.cost, fit.late, *(group.replicas for group in fit.design)), default=None)
         # A design with an empty bucket has only one bucket; such designs are tried separately.
         return None if best is None or (len(design) > 1 and len(best.fleet) < len(design)) else best
@@ -575,7 +575,8 @@ class FleetSearch:
         """A design with one bucket per type of group, divided at these lengths."""
         ends = (0, *cuts, self.longest)
         return tuple(
-            Group(type=one, least_new=ends[bucket] + 1, most_new=ends[bucket + 1]) for bucket, one in enumerate(types)
+            GpuGroup(type=one, least_new=ends[bucket] + 1, most_new=ends[bucket + 1])
+            for bucket, one in enumerate(types)
         )
 
     def _cuts(self) -> list[int]:
@@ -615,9 +616,9 @@ def _high_s(answer: FleetAnswer) -> float:
     return math.inf if answer.interval is None or answer.interval.high_s is None else answer.interval.high_s
 
 
-def _best_of_sizes(fits: Sequence[Fit]) -> list[Fit]:
+def _best_of_sizes(fits: Sequence[FleetFit]) -> list[FleetFit]:
     """The best fit of each combination of group sizes, from fits in order of cost."""
-    best: dict[tuple[int, ...], Fit] = {}
+    best: dict[tuple[int, ...], FleetFit] = {}
     for fit in fits:
         best.setdefault(fit.sizes, fit)
     return list(best.values())

@@ -1,4 +1,4 @@
-"""Workload: arrival time, context length and output length of each request; Source: a trace or a specification.
+"""Workload: arrival time, context length and output length of each request; RequestSource: a trace or a specification.
 
 A source is a trace (described below in this file) or a specification of synthetic requests:
 
@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 from kvrsim.errors import InputError
 from kvrsim.interp import percentile_of
-from kvrsim.io.columns import CACHED_TOKENS, OUTPUT_TOKENS, PROMPT_TOKENS, Column, find_columns, parse_columns
+from kvrsim.io.columns import CACHED_TOKENS, OUTPUT_TOKENS, PROMPT_TOKENS, RoleColumn, find_columns, parse_columns
 from kvrsim.io.files import open_regular
 from kvrsim.io.schema import parse_json
 from kvrsim.program import Array
@@ -225,14 +225,14 @@ class Synthetic:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class RequestSource:
     """A trace or a specification, and the factor on its rate."""
 
     requests: Workload | Synthetic
     rate_scale: float = 1.0  # factor on the number of requests in the same time
 
     @classmethod
-    def of(cls, source: Any, *, columns: str | None = None, rate_scale: float = 1.0) -> Source:
+    def of(cls, source: Any, *, columns: str | None = None, rate_scale: float = 1.0) -> RequestSource:
         """Read the requests of FILE, synthetic:SPEC or a data frame; columns: see `parse_columns`."""
         names = {} if columns is None else parse_columns(columns, _ROLES)
         requests: Workload | Synthetic
@@ -244,7 +244,7 @@ class Source:
             requests = read_trace(source, names=names)
         return cls(requests=requests, rate_scale=rate_scale)
 
-    def times(self, factor: float) -> Source:
+    def times(self, factor: float) -> RequestSource:
         """`factor` times as many requests in the same time, as with that factor on `rate_scale`."""
         return replace(self, rate_scale=self.rate_scale * factor)
 
@@ -352,7 +352,7 @@ _ACCEPTED = (
 _Record = Mapping[str, Any]  # values of one line, by column
 
 
-def read_frame(frame: Any, names: Mapping[str, Column]) -> Workload:
+def read_frame(frame: Any, names: Mapping[str, RoleColumn]) -> Workload:
     """The requests of a pandas DataFrame with the columns of a CSV file; arrivals may be datetimes.
 
     Raises InputError naming the argument, the row and the column.
@@ -361,7 +361,7 @@ def read_frame(frame: Any, names: Mapping[str, Column]) -> Workload:
     return _read_lines(lines, "data frame", "requests DataFrame", names)
 
 
-def read_trace(path: str, argument: str = "requests", names: Mapping[str, Column] | None = None) -> Workload:
+def read_trace(path: str, argument: str = "requests", names: Mapping[str, RoleColumn] | None = None) -> Workload:
     """Read a trace line by line, so that the whole text is never in memory.
 
     Empty contexts are left out, arrivals are sorted, and in fully cached contexts one token is computed; notes report
@@ -377,7 +377,7 @@ def read_trace(path: str, argument: str = "requests", names: Mapping[str, Column
         raise InputError(argument, path, f"a trace that can be read ({reason})") from None
 
 
-def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, Column]) -> Workload:
+def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, RoleColumn]) -> Workload:
     # line number, arrival in seconds, tokens of context, output and cached prefix
     rows = array("d")
     count = 0
@@ -460,7 +460,7 @@ def _json_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Ite
     return (*_MOONCAKE, "cached_tokens"), records()
 
 
-def _roles(header: Sequence[str], names: Mapping[str, Column], source: str) -> dict[str, str]:
+def _roles(header: Sequence[str], names: Mapping[str, RoleColumn], source: str) -> dict[str, str]:
     """The column of each role, named by the user or listed in _ROLES; "": the file has no such column."""
     columns = find_columns(header, _ROLES, names)
     if "timestamp" not in columns or "context" not in columns:

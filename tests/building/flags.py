@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from planner.deploy import Launch
+from planner.deploy import Deployment
 from planner.deploy_engines import deploy_engine
 
 READERS = {"int": int, "float": float, "str": str}
 
 
-def options(launch: Launch) -> dict[str, str | None]:
+def options(launch: Deployment) -> dict[str, str | None]:
     """Values of a launch's flags; None for a flag without a value."""
     return read_flags(launch.engine, launch.args)
 

@@ -16,11 +16,11 @@ from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.candidates import ForEngine, partition_of, strategies_to_compare
-from planner.capacity.launch import launch_of_fleet
+from planner.capacity.deployment import fleet_deployment
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request
 from planner.capacity.times import StrategyPolicy
-from planner.deploy import Launch, launch_of
+from planner.deploy import Deployment, deployment_of
 from planner.deploy_engines import deploy_engine, engines_with
 from tests.building.flags import options
 from validate.engine_flags import launches
@@ -32,13 +32,13 @@ DEEPSEEK = ("deepseek-v3", "deepseek-v3.2")
 CONTEXT = ("cp8+ep8", "cp8", "tp2+cp4+ep8", "cp8-i")
 
 
-def launched(engine: str, strategy: str, **question: Any) -> Launch:
+def launched(engine: str, strategy: str, **question: Any) -> Deployment:
     scenario, _ = make_scenario(**{"ctx": "16k", "gpus": 8} | question)
     from kvrsim.compile import for_strategy
 
     chosen = get_strategy(strategy)
     cut = partition_of(for_strategy(scenario, chosen), chosen)
-    return launch_of(scenario, engine, strategy, cut.chunk_lens, model="org/model")
+    return deployment_of(scenario, engine, strategy, cut.chunk_lens, model="org/model")
 
 
 @pytest.mark.slow
@@ -46,9 +46,9 @@ def launched(engine: str, strategy: str, **question: Any) -> Launch:
 def test_flags_are_documented_and_say_the_layout(engine: str) -> None:
     """Every flag is documented and its value has the right type; sizes are those of the plan."""
     listed = list(launches(engine))
-    for what, launch, layout in listed:
-        assert set(launch.files) == ({"trtllm.yaml"} if engine == "trtllm" else set())
-        assert sizes_of(engine, options(launch), launch.files) == (layout.num_gpus, layout.pipeline), what
+    for what, deployment, layout in listed:
+        assert set(deployment.files) == ({"trtllm.yaml"} if engine == "trtllm" else set())
+        assert sizes_of(engine, options(deployment), deployment.files) == (layout.num_gpus, layout.pipeline), what
     assert len(listed) >= 20
 
 
@@ -60,7 +60,7 @@ def test_flags_of_fleets_are_documented(engine: str, model: str) -> None:
     scenario, _ = make_scenario(ctx=1, gpus=1, model=model, cluster="h100-nvlink")
     request = make_request(FleetArgs(requests=traffic, slo_ttft="2s", tpot="50ms", replications=1), scenario)
     plan = plan_capacity(scenario, request, StrategyPolicy(engines=(deploy_engine(engine),)))
-    assert options(launch_of_fleet(plan, engine, model="org/model"))
+    assert options(fleet_deployment(plan, engine, model="org/model"))
 
 
 def sizes_of(engine: str, found: dict[str, str | None], files: Mapping[str, str]) -> tuple[int, int]:
@@ -81,14 +81,14 @@ def sizes_of(engine: str, found: dict[str, str | None], files: Mapping[str, str]
 def test_uneven_pieces_are_sglangs() -> None:
     scenario, _ = make_scenario(ctx="16k", gpus=8, **LLAMA)
     uneven, pieces = get_strategy("tp2+pp-s"), (6000, 5000, 4000, 1384)
-    launch = launch_of(scenario, "sglang", uneven, pieces, model="org/model", layers=(20, 20, 20, 20))
-    result = options(launch)
+    deployment = deployment_of(scenario, "sglang", uneven, pieces, model="org/model", layers=(20, 20, 20, 20))
+    result = options(deployment)
     assert (result["--tp-size"], result["--pp-size"]) == ("2", "4")
     assert "--enable-dynamic-chunking" in result
     assert result["--chunked-prefill-size"] == str(47 * 128)  # a multiple of every page size
-    assert any("6000, 5000, 4000, 1384" in note for note in launch.notes)
+    assert any("6000, 5000, 4000, 1384" in note for note in deployment.notes)
     with pytest.raises(InputError, match=r"not tp2\+pp-s .*which sglang 0.5.23 has; here it has single"):
-        launch_of(scenario, "vllm", uneven, pieces, model="org/model")
+        deployment_of(scenario, "vllm", uneven, pieces, model="org/model")
 
 
 def test_types_and_experts() -> None:

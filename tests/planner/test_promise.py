@@ -18,7 +18,7 @@ from kvrsim.noise import Distribution
 from kvrsim.strategies import get_strategy
 from planner.candidates import Candidate, Search
 from planner.capacity.fleet import Overlap, Service
-from planner.capacity.workload import Source
+from planner.capacity.workload import RequestSource
 from planner.promise import promise_of
 from planner.prompt_queue import PromptQueue
 from tests.building import examples
@@ -102,7 +102,7 @@ def test_a_pipeline_works_on_several_prompts() -> None:
 @given(rates=st.lists(st.floats(0.01, 2.0), min_size=2, max_size=5).map(sorted), slower=st.floats(1.0, 3.0))
 @examples(20)
 def test_more_load_and_slower_machines_never_take_less(rates: list[float], slower: float) -> None:
-    workload = Source.of("synthetic:poisson,rate=1,requests=2000,context=8").workload(0)
+    workload = RequestSource.of("synthetic:poisson,rate=1,requests=2000,context=8").workload(0)
     overlap = Overlap(finish=((0.5, 0.75, 1.0),), slack=((0.0, 0.125, 0.25),))
     service = replace(Service.plain(np.ones(len(workload))), overlap=overlap)
     queue = PromptQueue(arrivals=(workload,), services=(service,), prompts_together=1)

@@ -89,11 +89,11 @@ def test_an_interrupted_campaign_resumes(tmp_path: Path, monkeypatch: pytest.Mon
     journal = tmp_path / "part.partial"
     kinds, asked = ["extrapolated"], list[int]()
 
-    def ask(name: str, number: int, seed: int, wanted: list[str]) -> campaign.Outcome:
+    def ask(name: str, number: int, seed: int, wanted: list[str]) -> campaign.QuestionOutcome:
         asked.append(number)
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return campaign.Outcome(
+        return campaign.QuestionOutcome(
             family=name, number=number, command="kvrsim plan", statements=dict.fromkeys(wanted, 1), false=()
         )
 

@@ -112,7 +112,7 @@ def _kv_heads(config: dict[str, Any], kind: str, heads: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class MemoryLoad:
     """What GPUs hold during a prefill."""
 
     sizes: Sizes

@@ -35,7 +35,7 @@ Check = Callable[[Any], Iterator[Claim]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Family:
+class StatementFamily:
     """Kinds of statements that answers to the same questions make."""
 
     command: str  # kvrsim's command that answers
@@ -45,7 +45,7 @@ class Family:
 
 
 FAMILIES = {
-    "plans": Family(
+    "plans": StatementFamily(
         command="plan",
         draw=draw_plan,
         ask=plans.PlannedCase.ask,
@@ -60,19 +60,19 @@ FAMILIES = {
             "launch": launches.check_launch,
         },
     ),
-    "misfits": Family(
+    "misfits": StatementFamily(
         command="plan", draw=draw_tight, ask=plans.PlannedCase.ask, checks={"nothing fits": plans.check_nothing_fits}
     ),
-    "rates": Family(
+    "rates": StatementFamily(
         command="plan", draw=promises.draw_rate, ask=plans.PlannedCase.ask, checks={"at rate": promises.check_rate}
     ),
-    "noise": Family(
+    "noise": StatementFamily(
         command="plan",
         draw=promises.draw_noise,
         ask=plans.PlannedCase.ask,
         checks={"under noise": promises.check_noise},
     ),
-    "fleets": Family(
+    "fleets": StatementFamily(
         command="capacity",
         draw=fleets.draw_fleet,
         ask=fleets.FleetCase.ask,
@@ -88,7 +88,7 @@ KINDS = {kind: family for family in FAMILIES.values() for kind in family.checks}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class QuestionOutcome:
     """The statements of one question."""
 
     family: str
@@ -99,7 +99,7 @@ class Outcome:
     refusal: str | None = None  # the error that kvrsim answered; None: it answered
 
 
-def outcome_of(name: str, number: int, seed: int, kinds: Sequence[str]) -> Outcome:
+def outcome_of(name: str, number: int, seed: int, kinds: Sequence[str]) -> QuestionOutcome:
     """Ask a question of a family, and check its statements of some kinds."""
     family = FAMILIES[name]
     rng = np.random.default_rng([seed, zlib.crc32(name.encode()), number])
@@ -108,9 +108,9 @@ def outcome_of(name: str, number: int, seed: int, kinds: Sequence[str]) -> Outco
     try:
         case = family.ask(options, rng)
     except KvrsimError as error:
-        return Outcome(family=name, number=number, command=command, statements={}, false=(), refusal=str(error))
+        return QuestionOutcome(family=name, number=number, command=command, statements={}, false=(), refusal=str(error))
     claims = [claim for kind in kinds for claim in family.checks[kind](case)]
-    return Outcome(
+    return QuestionOutcome(
         family=name,
         number=number,
         command=command,
@@ -119,11 +119,11 @@ def outcome_of(name: str, number: int, seed: int, kinds: Sequence[str]) -> Outco
     )
 
 
-def run(kinds: Sequence[str], questions: int, seed: int, journal: Path) -> list[Outcome]:
+def run(kinds: Sequence[str], questions: int, seed: int, journal: Path) -> list[QuestionOutcome]:
     """Ask until each kind has statements of this many questions; resumes the work in the journal."""
     about = {"kinds": list(kinds), "questions": questions, "seed": seed}
     with Journal(journal, about) as record:
-        outcomes = [Outcome(**result) for result in record.results]
+        outcomes = [QuestionOutcome(**result) for result in record.results]
         for name, family in FAMILIES.items():
             done = [outcome for outcome in outcomes if outcome.family == name]
             for number in range(len(done), _MOST * questions):
@@ -138,7 +138,7 @@ def run(kinds: Sequence[str], questions: int, seed: int, journal: Path) -> list[
     return outcomes
 
 
-def _asked(outcomes: Sequence[Outcome], kind: str) -> int:
+def _asked(outcomes: Sequence[QuestionOutcome], kind: str) -> int:
     """Questions whose answers make statements of a kind."""
     return sum(kind in outcome.statements for outcome in outcomes)
 
@@ -147,7 +147,7 @@ def _report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def table_of(outcomes: Sequence[Outcome], kinds: Sequence[str]) -> list[str]:
+def table_of(outcomes: Sequence[QuestionOutcome], kinds: Sequence[str]) -> list[str]:
     """One row per kind: what is checked, against what, questions, statements, false ones."""
     rows = []
     for kind in kinds:
@@ -157,7 +157,7 @@ def table_of(outcomes: Sequence[Outcome], kinds: Sequence[str]) -> list[str]:
     return numbers_table(("kind", "questions", "statements", "false"), rows)
 
 
-def false_of(outcomes: Sequence[Outcome]) -> list[str]:
+def false_of(outcomes: Sequence[QuestionOutcome]) -> list[str]:
     """The false statements, each with its command."""
     lines = [
         f"- {claim['kind']}: `{outcome.command}` says: {claim['said']}. Found: {claim['found']}."
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         parser.error(f"--kinds: got {unknown[0]}, accepted: {', '.join(KINDS)}")
     if options.finish is not None:
-        outcomes = [Outcome(**result) for path in options.finish for result in read_results(path)]
+        outcomes = [QuestionOutcome(**result) for path in options.finish for result in read_results(path)]
     else:
         try:
             outcomes = run(kinds, options.questions, options.seed, options.journal)
@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if any(outcome.false for outcome in outcomes) else 0
 
 
-def page(outcomes: Sequence[Outcome], kinds: Sequence[str], commit: str | None) -> list[str]:
+def page(outcomes: Sequence[QuestionOutcome], kinds: Sequence[str], commit: str | None) -> list[str]:
     """The page of results; commit: that at which the questions were asked, if it is not this one."""
     asked = "" if commit is None else f" The questions were asked at commit {commit} and shortly after it."
     if any(_asked(outcomes, kind) < QUESTIONS for kind in kinds):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvrsim.errors import InputError
-from planner.deploy import launch_of
+from planner.deploy import deployment_of
 from validate.statements.claims import Claim
 from validate.statements.plans import Entry, PlannedCase
 from validate.statements.questions import NODE
@@ -55,7 +55,7 @@ def check_launch(case: PlannedCase) -> Iterator[Claim]:
 
 def _claims(case: PlannedCase, engine: str, entry: Entry) -> Iterator[Claim]:
     try:
-        launch = launch_of(
+        launch = deployment_of(
             case.scenario,
             engine,
             entry["strategy"],

@@ -22,7 +22,7 @@ from kvrsim.executors.run import ttft_s
 from kvrsim.model.mixers import Attention
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.candidates import Candidate, per_rank_scenario
-from validate.statements.arithmetic import Load, sizes_of
+from validate.statements.arithmetic import MemoryLoad, sizes_of
 from validate.statements.claims import Claim, Options, arguments_of, with_change
 from validate.statements.questions import GPUS, LARGE, NODE
 
@@ -106,7 +106,7 @@ class PlannedCase:
             strategy = replace(named, name=f"{named.name}-stages", stage_layers=tuple(entry["layers"]))
         return self.simulate(strategy, partition=list(entry["partition"]), **more)
 
-    def load(self) -> Load | None:
+    def load(self) -> MemoryLoad | None:
         """Own arithmetic of the memory; None where the model's layers are not plain."""
         sizes, question = sizes_of(self.options["model"]), self.said["question"]
         if sizes is None or question["prefix_placement"] != "all":
@@ -116,7 +116,7 @@ class PlannedCase:
             weight_bytes = 1.0
         if sizes.is_quantised:
             weight_bytes = 0.5
-        return Load(
+        return MemoryLoad(
             sizes=sizes,
             context_len=question["context_len"],
             batch=question["batch"],
@@ -159,7 +159,7 @@ def check_fits(case: PlannedCase) -> Iterator[Claim]:
     yield from _left_out(case)
 
 
-def _most_bytes(case: PlannedCase, load: Load, entry: Entry) -> float:
+def _most_bytes(case: PlannedCase, load: MemoryLoad, entry: Entry) -> float:
     layers = entry.get("layers") or [load.sizes.num_layers]
     longest = max(entry["partition"]) * load.batch
     return load.most_bytes(tensor=entry["layout"]["tensor"], stage_layers=max(layers), longest=longest)
@@ -354,11 +354,11 @@ def _others(case: PlannedCase, best: Entry) -> Iterator[Claim]:
 
 def launches(case: PlannedCase, strategy: str, partition: Sequence[int]) -> bool:
     """Whether the question's engine launches a strategy."""
-    from planner.deploy import launch_of
+    from planner.deploy import deployment_of
 
     engine = case.options["engine"].partition("@")[0]
     try:
-        launch_of(case.scenario, engine, strategy, partition, model=case.options["model"])
+        deployment_of(case.scenario, engine, strategy, partition, model=case.options["model"])
     except InputError:
         return False
     return True

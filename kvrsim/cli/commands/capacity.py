@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from click.exceptions import Exit
 
 from kvrsim.arguments import OF_REQUESTS, BudgetArgs, DeploymentArgs, FleetArgs, entry, strategy_list
-from kvrsim.cli.commands.plan import show_launch
+from kvrsim.cli.commands.plan import show_deployment
 from kvrsim.cli.options import DeployArgs, OutputArgs, picture_or_page, pool_of, takes
 from kvrsim.cli.output import print_answer, write_files
 from kvrsim.cli.progress import Progress
@@ -63,14 +63,14 @@ def capacity(
             pool=pool,
             on_progress=progress,
         )
-    launch = None
+    deployment = None
     if deploy.emit is not None and result.answer is not None:
-        from planner.capacity.launch import launch_of_fleet
+        from planner.capacity.deployment import fleet_deployment
 
-        launch = launch_of_fleet(result, deploy.emit, model=args.model)
-    if launch is not None and not output.json:
-        show_launch(launch)
-    print_answer(output, (launch or result).to_dict, result.rows, lambda: capacity_screen(result))
+        deployment = fleet_deployment(result, deploy.emit, model=args.model)
+    if deployment is not None and not output.json:
+        show_deployment(deployment)
+    print_answer(output, (deployment or result).to_dict, result.rows, lambda: capacity_screen(result))
     write_files((output.plot, result.write_plot))
     if not result.feasible:
         raise Exit(1)

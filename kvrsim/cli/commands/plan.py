@@ -23,7 +23,7 @@ from kvrsim.views.table import ROUGH, TIED, Text, first_rows, format_partition, 
 if TYPE_CHECKING:
     from kvrsim.results.results import Plan, StrategyResult
     from planner.candidates import ForEngine
-    from planner.deploy import Launch
+    from planner.deploy import Deployment
 
 
 class PlanOutputArgs(OutputArgs):
@@ -67,18 +67,20 @@ def plan(
         search = Search(on_progress=progress, engine=_engine(deploy))
         timelines: Any = "all" if files.is_page else "best" if files.is_given else None
         scenario, result = plan_of(args, options, noise, users, timelines=timelines, search=search, pool=pool)
-    launch = None
+    deployment = None
     if deploy.emit is not None and result.feasible and deploy.emit in result.best.engines:
-        from planner.deploy import launch_of
+        from planner.deploy import deployment_of
 
         best = result.best
-        launch = launch_of(scenario, deploy.emit, best.strategy, best.partition, model=args.model, layers=best.layers)
+        deployment = deployment_of(
+            scenario, deploy.emit, best.strategy, best.partition, model=args.model, layers=best.layers
+        )
 
     def content() -> dict[str, Any]:
-        return result.to_dict() if launch is None else launch.to_dict() | {"plan": result.to_dict()}
+        return result.to_dict() if deployment is None else deployment.to_dict() | {"plan": result.to_dict()}
 
-    if launch is not None and not output.json:
-        show_launch(launch)
+    if deployment is not None and not output.json:
+        show_deployment(deployment)
     print_answer(output, content, "strategies", lambda: plan_screen(result, explain=output.explain))
     if timeline := result.timeline:
         write_files(
@@ -86,7 +88,7 @@ def plan(
             (files.plot, result.write_plot),
         )
     missed = result.promise is not None and result.promise.meets is False
-    if not result.feasible or missed or (deploy.emit is not None and launch is None):
+    if not result.feasible or missed or (deploy.emit is not None and deployment is None):
         raise Exit(1)
 
 
@@ -254,10 +256,10 @@ def _noise_rows(plan: Plan) -> Iterator[lines.Row]:
             yield "", f"{result.strategy}: {', '.join(times)}; {lines.mean_change(noisy)}"
 
 
-def show_launch(launch: Launch) -> None:
+def show_deployment(deployment: Deployment) -> None:
     """Print the command, then its files; notes go to standard error."""
-    click.echo(printable(launch.command))
-    for name, text in launch.files.items():
+    click.echo(printable(deployment.command))
+    for name, text in deployment.files.items():
         click.echo(f"\n# {printable(name)}\n{text.rstrip()}")
     click.echo("")
-    warn_notes(launch.notes)
+    warn_notes(deployment.notes)

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrsim.cli.server.form import EXAMPLE, checked, form
-from kvrsim.cli.server.searches import Search, Searches
+from kvrsim.cli.server.searches import RunningSearch, Searches
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
 from kvrsim.views.page import Page, Section, join, render, tag
@@ -169,7 +169,7 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-def _compared(found: list[Search]) -> Response:
+def _compared(found: list[RunningSearch]) -> Response:
     from kvrsim.views.compare import SavedAnswer, page
 
     names = ascii_uppercase[: len(found)]

@@ -85,7 +85,7 @@ class Worker:
 
 
 @dataclass(eq=False, slots=True)
-class Search:
+class RunningSearch:
     """A question, and what is known of its answer."""
 
     question: dict[str, str]
@@ -120,7 +120,7 @@ class Searches:
     """The searches that run, and the last answers."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[Key, Search] = OrderedDict()
+        self._kept: OrderedDict[Key, RunningSearch] = OrderedDict()
         self._turn = asyncio.Semaphore(MOST_SEARCHES)
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []
@@ -136,7 +136,7 @@ class Searches:
             async for line in lines:
                 yield line
 
-    async def complete(self, question: Mapping[str, str]) -> Search:
+    async def complete(self, question: Mapping[str, str]) -> RunningSearch:
         """Wait for an answer and its page."""
         search = self._search(question)
         async with aclosing(self._follow(search)) as lines:
@@ -144,7 +144,7 @@ class Searches:
                 pass
         return search
 
-    async def _follow(self, search: Search) -> AsyncGenerator[dict[str, Any], None]:
+    async def _follow(self, search: RunningSearch) -> AsyncGenerator[dict[str, Any], None]:
         search.listeners += 1
         told = 0
         try:
@@ -187,11 +187,11 @@ class Searches:
         """Searches that have not ended."""
         return sum(not search.is_over for search in self._kept.values())
 
-    def _search(self, question: Mapping[str, str]) -> Search:
+    def _search(self, question: Mapping[str, str]) -> RunningSearch:
         """The search for a question: one that is kept, or a new one."""
         key = tuple(sorted(question.items()))
         if key not in self._kept:
-            search = Search(question=dict(question))
+            search = RunningSearch(question=dict(question))
             self._kept[key] = search
             search.task = asyncio.create_task(self._run(search))
             self._drop_old()
@@ -204,12 +204,12 @@ class Searches:
         for key in over[: max(0, len(self._kept) - MOST_ANSWERS)]:
             del self._kept[key]
 
-    def _forget(self, search: Search) -> None:
+    def _forget(self, search: RunningSearch) -> None:
         key = tuple(sorted(search.question.items()))
         if self._kept.get(key) is search:
             del self._kept[key]
 
-    async def _run(self, search: Search) -> None:
+    async def _run(self, search: RunningSearch) -> None:
         """Take the lines of one process; an answer with an error is not kept."""
         try:
             if self._turn.locked():
@@ -221,7 +221,7 @@ class Searches:
                 self._forget(search)
             await search.end()
 
-    async def _ask(self, search: Search) -> None:
+    async def _ask(self, search: RunningSearch) -> None:
         worker = await self._worker()
         try:
             async with aclosing(worker.answer(search.question)) as lines:

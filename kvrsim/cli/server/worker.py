@@ -185,7 +185,7 @@ def used_of(plan: Plan) -> dict[str, str]:
 def launches_of(scenario: Scenario, plan: Plan, *, model: str) -> list[dict[str, Any]]:
     """How each engine that has the plan is started for it; a reason in place of what an engine refuses."""
     from kvrsim.errors import InputError
-    from planner.deploy import launch_of
+    from planner.deploy import deployment_of
 
     launches = list[dict[str, Any]]()
     found = plan.deployable
@@ -193,8 +193,10 @@ def launches_of(scenario: Scenario, plan: Plan, *, model: str) -> list[dict[str,
         return []
     for engine in [name for name in found.engines if plan.engine in (None, name)]:
         try:
-            launch = launch_of(scenario, engine, found.strategy, found.partition, model=model, layers=found.layers)
-            launches.append(launch.to_dict())
+            deployment = deployment_of(
+                scenario, engine, found.strategy, found.partition, model=model, layers=found.layers
+            )
+            launches.append(deployment.to_dict())
         except InputError as error:
             launches.append({"engine": engine, "refused": reason(error)})
     return launches

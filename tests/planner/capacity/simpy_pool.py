@@ -14,7 +14,7 @@ import numpy as np
 import simpy
 from simpy.events import EventPriority
 
-from planner.capacity.fleet import Pool, PoolRun
+from planner.capacity.fleet import GroupPool, PoolRun
 
 LAST = EventPriority(2)  # after all other events of an instant; these have SimPy's priorities 0 and 1
 
@@ -22,7 +22,7 @@ LAST = EventPriority(2)  # after all other events of an instant; these have SimP
 class SimpyPool:
     """A pool, simulated event by event."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: GroupPool) -> None:
         self.pool, self.service, count = pool, pool.service, len(pool.arrival_s)
         self.env, self.now_s = simpy.Environment(), -np.inf  # SimPy's clock, and a clock without rounding errors
         self.queue = deque[int]()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.interp import percentile_of
-from planner.capacity.fleet import Group, GroupType, Overlap, Pool, Service, route, run_fleet, run_pool
+from planner.capacity.fleet import GpuGroup, GroupPool, GroupType, Overlap, Service, route, run_fleet, run_pool
 from planner.capacity.workload import Workload
 from tests.building import examples
 from tests.planner.capacity.made_requests import made
@@ -34,7 +34,7 @@ def handovers(draw: st.DrawFn) -> Overlap:
 
 
 @st.composite
-def pools(draw: st.DrawFn) -> Pool:
+def pools(draw: st.DrawFn) -> GroupPool:
     """Random pools with few requests and all features."""
     count = draw(st.integers(1, 30))
 
@@ -54,7 +54,7 @@ def pools(draw: st.DrawFn) -> Pool:
         new_tokens=np.array(column(st.integers(1, 10)), dtype=np.int64),
         cached_prefix=np.array(column(st.integers(0, 8)), dtype=np.int64),
     )
-    return Pool(
+    return GroupPool(
         arrival_s=np.sort(np.array(column(st.integers(0, 80).map(lambda number: number / 4)))),
         service=service,
         replicas=draw(st.integers(1, 4)),
@@ -63,7 +63,7 @@ def pools(draw: st.DrawFn) -> Pool:
 
 @examples(300)
 @given(pool=pools())
-def test_pools_equal_simpy_request_by_request(pool: Pool) -> None:
+def test_pools_equal_simpy_request_by_request(pool: GroupPool) -> None:
     run, reference = run_pool(pool), SimpyPool(pool).run()
     for name in ("begin_s", "end_s", "group"):
         assert np.array_equal(getattr(run, name), getattr(reference, name)), name
@@ -72,7 +72,7 @@ def test_pools_equal_simpy_request_by_request(pool: Pool) -> None:
 
 @examples(200)
 @given(pool=pools())
-def test_every_request_is_served_and_takes_its_time(pool: Pool) -> None:
+def test_every_request_is_served_and_takes_its_time(pool: GroupPool) -> None:
     run = run_pool(pool)
     assert (run.begin_s >= pool.arrival_s).all()
     alone_s = pool.service.ttft_s
@@ -85,7 +85,7 @@ def test_every_request_is_served_and_takes_its_time(pool: Pool) -> None:
 
 @examples(60)
 @given(pool=pools())
-def test_more_like_groups_are_never_worse_first_come(pool: Pool) -> None:
+def test_more_like_groups_are_never_worse_first_come(pool: GroupPool) -> None:
     # If all servers are equal, an additional server makes no start later (Kiefer and Wolfowitz).
     service = replace(pool.service, overlap=Overlap.whole(), length_class=0 * pool.service.length_class)
     plain = replace(pool, service=service)
@@ -96,7 +96,7 @@ def test_more_like_groups_are_never_worse_first_come(pool: Pool) -> None:
 def test_constant_service_of_one_group_waits_as_pollaczek_and_khinchine_say() -> None:
     count, load = 200_000, 0.7
     arrival_s = np.cumsum(np.random.default_rng(0).exponential(1 / load, count))
-    run = run_pool(Pool(arrival_s=arrival_s, service=Service.plain(np.ones(count)), replicas=1))
+    run = run_pool(GroupPool(arrival_s=arrival_s, service=Service.plain(np.ones(count)), replicas=1))
     assert (run.begin_s - arrival_s).mean() == pytest.approx(load / (2 * (1 - load)), rel=0.04)
 
 
@@ -114,8 +114,8 @@ def services(workload: Workload, fits: int) -> dict[GroupType, Service]:
 
 def test_prompts_go_by_length_unless_they_do_not_fit() -> None:
     workload = fleet_workload()
-    short = Group(type=GroupType(1), replicas=2, least_new=1, most_new=40)
-    long = Group(type=GroupType(2), replicas=1, least_new=41, most_new=100)
+    short = GpuGroup(type=GroupType(1), replicas=2, least_new=1, most_new=40)
+    long = GpuGroup(type=GroupType(2), replicas=1, least_new=41, most_new=100)
     pool_of = route(workload.new_tokens, services(workload, fits=20), (short, long))
     assert np.array_equal(pool_of == 0, workload.new_tokens <= 20)
     alone = route(workload.new_tokens, services(workload, fits=20), (short,))
@@ -124,7 +124,7 @@ def test_prompts_go_by_length_unless_they_do_not_fit() -> None:
 
 def test_a_fleet_adds_up_and_counts_what_fits_nowhere() -> None:
     workload = fleet_workload()
-    fleet = (Group(type=GroupType(1), replicas=2, least_new=1, most_new=100),)
+    fleet = (GpuGroup(type=GroupType(1), replicas=2, least_new=1, most_new=100),)
     run = run_fleet(workload, services(workload, fits=90), fleet)
     never = int((workload.context_len > 90).sum())
     assert never > 0

@@ -17,7 +17,7 @@ from kvrsim.errors import InputError
 from kvrsim.executors.run import run_partition
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
-from planner.capacity.fleet import Pool, PoolRun, Service, run_pool
+from planner.capacity.fleet import GroupPool, PoolRun, Service, run_pool
 from planner.capacity.packing import Packing, PackingRule, Piece
 from planner.capacity.times import StrategyPolicy
 from tests.building import examples
@@ -99,7 +99,7 @@ def test_two_in_a_step_are_between_the_longer_alone_and_both_in_turn(engine: str
 
 def served(packing: Packing, new: np.ndarray, arrival_s: np.ndarray, replicas: int) -> PoolRun:
     service = replace(Service.plain(np.ones(len(new))), new_tokens=new, packing=packing)
-    return run_pool(Pool(arrival_s=arrival_s, service=service, replicas=replicas))
+    return run_pool(GroupPool(arrival_s=arrival_s, service=service, replicas=replicas))
 
 
 @pytest.mark.parametrize("budget", [300, 3000])

@@ -10,13 +10,13 @@ import pytest
 
 from kvrsim.builder import make_scenario
 from kvrsim.interp import percentile_of
-from planner.capacity.fleet import Fleet, FleetLimits, Group, GroupType
+from planner.capacity.fleet import Fleet, FleetLimits, GpuGroup, GroupType
 from planner.capacity.request import CapacityRequest, Target
-from planner.capacity.search import Fit, FleetSearch, FleetSimulator
+from planner.capacity.search import FleetFit, FleetSearch, FleetSimulator
 from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
-from planner.capacity.workload import Source, Workload
+from planner.capacity.workload import RequestSource, Workload
 
-SOURCE = Source.of("synthetic:bursty,rate=6,requests=1500,cv=2,context=lognormal:1k:1,max=8k")
+SOURCE = RequestSource.of("synthetic:bursty,rate=6,requests=1500,cv=2,context=lognormal:1k:1,max=8k")
 LIMITS = FleetLimits(sizes=(1, 2, 4), max_gpus=40)
 
 
@@ -38,11 +38,11 @@ def simulator(workloads: list[Workload], times: ServiceTimes, slo_s: float, **mo
     )
 
 
-def bucket(gpus: int, least_new: int, most_new: int) -> Group:
-    return Group(type=GroupType(gpus), least_new=least_new, most_new=most_new)
+def bucket(gpus: int, least_new: int, most_new: int) -> GpuGroup:
+    return GpuGroup(type=GroupType(gpus), least_new=least_new, most_new=most_new)
 
 
-def meets(simulated: FleetSimulator, fit: Fit) -> bool:
+def meets(simulated: FleetSimulator, fit: FleetFit) -> bool:
     ttft_s = simulated.runs(fit.fleet)[0].ttft_s
     return percentile_of(ttft_s, simulated.target.percentile) <= simulated.target.slo_s
 

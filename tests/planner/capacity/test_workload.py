@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvrsim.errors import InputError
 from planner.capacity import workload as module
-from planner.capacity.workload import BLOCK_TOKENS, MAX_LINE, Source, Synthetic, Workload, read_trace
+from planner.capacity.workload import BLOCK_TOKENS, MAX_LINE, RequestSource, Synthetic, Workload, read_trace
 from tests.planner.capacity.made_requests import made
 
 
@@ -64,11 +64,11 @@ def test_diurnal_rate_swings_between_peak_and_trough() -> None:
 )
 def test_mistakes_in_a_specification(spec: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
-        Source.of(f"synthetic:{spec}")
+        RequestSource.of(f"synthetic:{spec}")
 
 
 def test_the_same_seed_draws_the_same_and_replications_differ() -> None:
-    source = Source.of("synthetic:bursty,rate=2,requests=100,context=lognormal:1k:1", rate_scale=3)
+    source = RequestSource.of("synthetic:bursty,rate=2,requests=100,context=lognormal:1k:1", rate_scale=3)
     first, again, other = source.workload(7), source.workload(7), source.workload(7, replication=1)
     assert len(first) == 300
     assert np.array_equal(first.arrival_s, again.arrival_s)
@@ -198,10 +198,10 @@ def test_a_trace_without_end_is_refused_at_the_limit(monkeypatch: pytest.MonkeyP
 
 def test_columns_are_read_by_the_names_given(tmp_path: Path) -> None:
     path = written(tmp_path, GATEWAY.replace("ts", "when").replace("prompt_tokens", "size"))
-    assert Source.of(path, columns="timestamp=when,context=size").workload(0).context_len.tolist() == [100, 300]
+    assert RequestSource.of(path, columns="timestamp=when,context=size").workload(0).context_len.tolist() == [100, 300]
     for columns, message in ((None, "prompt_tokens"), ("moment=when", "timestamp=COLUMN"), ("context=hour", "hour")):
         with pytest.raises(InputError, match=message):
-            Source.of(path, columns=columns)
+            RequestSource.of(path, columns=columns)
 
 
 def test_a_data_frame_is_read_as_its_csv(tmp_path: Path) -> None:
@@ -209,13 +209,15 @@ def test_a_data_frame_is_read_as_its_csv(tmp_path: Path) -> None:
 
     path = written(tmp_path, GATEWAY)
     frame = pandas.read_csv(path, parse_dates=["ts"])
-    from_frame, from_file = Source.of(frame).workload(0), Source.of(path).workload(0)
+    from_frame, from_file = RequestSource.of(frame).workload(0), RequestSource.of(path).workload(0)
     assert from_frame.arrival_s.tolist() == from_file.arrival_s.tolist()
     assert from_frame.context_len.tolist() == from_file.context_len.tolist()
 
 
 def test_lengths_are_drawn_uniformly() -> None:
-    lengths = Source.of("synthetic:poisson,rate=1,requests=4000,context=uniform:32k:128k").workload(0).context_len
+    lengths = (
+        RequestSource.of("synthetic:poisson,rate=1,requests=4000,context=uniform:32k:128k").workload(0).context_len
+    )
     assert 32768 <= lengths.min() < 33500
     assert 130000 < lengths.max() <= 131072
     assert lengths.mean() == pytest.approx((32768 + 131072) / 2, rel=0.02)
@@ -224,13 +226,13 @@ def test_lengths_are_drawn_uniformly() -> None:
 @pytest.mark.parametrize("text", ["uniform:4k", "uniform:8k:4k", "about 4k"])
 def test_a_wrong_distribution_names_those_that_are_accepted(text: str) -> None:
     with pytest.raises(InputError, match=r"context: .*uniform:LOW:HIGH"):
-        Source.of(f"synthetic:poisson,rate=1,context={text}")
+        RequestSource.of(f"synthetic:poisson,rate=1,context={text}")
 
 
 def test_the_defaults_that_decide_the_answer_are_in_a_note() -> None:
-    workload = Source.of("synthetic:poisson,rate=4,requests=40").workload(0)
+    workload = RequestSource.of("synthetic:poisson,rate=4,requests=40").workload(0)
     assert workload.notes == ("by default context=lognormal:1k:1, output=200, cached=0, max=128k",)
     given = "requests=40,context=lognormal:1k:1,output=200,cached=0,max=128k"
-    same = Source.of(f"synthetic:poisson,rate=4,{given}").workload(0)
+    same = RequestSource.of(f"synthetic:poisson,rate=4,{given}").workload(0)
     assert not same.notes
     assert (same.context_len == workload.context_len).all()

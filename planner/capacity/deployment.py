@@ -1,4 +1,4 @@
-"""The launch of a capacity plan's fleet: one server for each kind of group, and one for groups that decode."""
+"""The deployment of a capacity plan's fleet: one server for each kind of group, and one for groups that decode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from planner.candidates import Search
 from planner.capacity.fleet import WHOLE
 from planner.capacity.request import CapacityRequest
 from planner.capacity.result import CapacityPlan, GroupAnswer
-from planner.deploy import Launch, Server, layout_for, longest_sequence
+from planner.deploy import Deployment, Server, layout_for, longest_sequence
 from planner.deploy_engines import DeployEngine, deploy_engine, launching_engine
 
 
@@ -26,7 +26,7 @@ class _Servers:
     notes: tuple[str, ...] = ()
 
 
-def check_launch(scenario: Scenario, request: CapacityRequest, engine_name: str) -> None:
+def check_deployment(scenario: Scenario, request: CapacityRequest, engine_name: str) -> None:
     """Raise InputError before a search if the engine cannot launch any fleet for the requests.
 
     These are an engine other than the one whose times the scenario has, and prompts with more tokens than the model
@@ -40,8 +40,8 @@ def check_launch(scenario: Scenario, request: CapacityRequest, engine_name: str)
         raise InputError("requests", f"a prompt of {longest} tokens", accepted)
 
 
-def launch_of_fleet(plan: CapacityPlan, engine_name: str, *, model: str) -> Launch:
-    """The launch of the answer's fleet: arguments of its first servers, and a script per kind of server.
+def fleet_deployment(plan: CapacityPlan, engine_name: str, *, model: str) -> Deployment:
+    """The deployment of the answer's fleet: arguments of its first servers, and a script per kind of server.
 
     model: the model's name for the engine. Raises InputError if there is no answer, or if the engine lacks a strategy.
     """
@@ -61,7 +61,7 @@ def launch_of_fleet(plan: CapacityPlan, engine_name: str, *, model: str) -> Laun
     if plan.decode_fleet is None:
         notes.append("these servers were planned to prefill only; --tpot plans the ones that decode")
     files = {name: text for one in servers for name, text in one.server.files.items()}
-    return Launch.of(servers[0].server, _strategy(plan.answer.groups[0]), dict.fromkeys(notes), scripts | files)
+    return Deployment.of(servers[0].server, _strategy(plan.answer.groups[0]), dict.fromkeys(notes), scripts | files)
 
 
 def _servers(
