@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.house import SourceFile, import_graph, imported_modules, source_files, upward_imports
+from benchmarks.house import (
+    SourceFile,
+    import_graph,
+    imported_modules,
+    repeated_class_names,
+    source_files,
+    upward_imports,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("kvrsim", "calibrate", "planner", "validate")
@@ -152,3 +159,8 @@ def test_files_that_the_architecture_page_names_exist() -> None:
     named = re.findall(r"`((?:kvrsim|planner|calibrate|validate|tests)/[\w/.]+)`", page)
     assert len(named) > 30
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_class_names_are_unique() -> None:
+    """A name in a traceback or an import says which class is meant."""
+    assert repeated_class_names(source_files()) == {}

@@ -46,7 +46,7 @@ PartitionOf = Callable[[Scenario, Strategy], Partition]
 Change = Callable[[Scenario], Scenario]
 
 
-class Span(Protocol):
+class HasInterval(Protocol):
     """The two ends of a prediction interval, seconds."""
 
     @property
@@ -57,7 +57,7 @@ class Span(Protocol):
 
 
 # Function that returns the 80 % interval of a TTFT. The planner supplies the function, too.
-IntervalOf = Callable[[Scenario, Strategy, Partition, float], Span]
+IntervalOf = Callable[[Scenario, Strategy, Partition, float], HasInterval]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -225,7 +225,7 @@ def choose_backend(devices: Sequence[str | None], backend: RankBackend | None) -
 
 
 @dataclasses.dataclass(slots=True)
-class _Work:
+class _PendingMessage:
     """A torch.distributed work, the tensor that it must keep alive, and the target of a message in host memory."""
 
     work: Any
@@ -286,13 +286,13 @@ class DistributedTransport(Transport):
         tensor = tensor.to("cpu") if self.staged else tensor
         with _link_errors(dst, f"nothing can be sent to rank {dst}"):
             work = self._links.isend((self.rank, dst), tensor)
-        return _Work(work, tensor, dst, f"not taken by rank {dst}")
+        return _PendingMessage(work, tensor, dst, f"not taken by rank {dst}")
 
     def irecv(self, tensor: Any, src: int) -> Pending:
         landing = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda) if self.staged else tensor
         with _link_errors(src, f"nothing can be received from rank {src}"):
             work = self._links.irecv((src, self.rank), landing)
-        return _Work(work, landing, src, f"nothing came from rank {src}", tensor if self.staged else None)
+        return _PendingMessage(work, landing, src, f"nothing came from rank {src}", tensor if self.staged else None)
 
     def all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
         """Gather with the backend's collective; pieces are padded to the longest one."""
