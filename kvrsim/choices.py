@@ -36,9 +36,6 @@ POOL_BACKENDS = ("loky", "dask", "ray")  # of joblib; "loky" starts processes on
 
 FLEET_OBJECTIVES = ("gpus", "cost")  # quantities that a capacity plan can minimise
 
-
-MAP_STRATEGIES = ("single", "tsp", "kvr-s", "ring", "zigzag", "tp", "pp")  # default strategies of a map
-
 SECTIONS = (  # sections of the help, in this order
     *("Question", "Workload", "Target", "Fleet", "Machine", "Search", "Randomness", "Measurement", "Processes"),
     "Output",

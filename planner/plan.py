@@ -25,7 +25,7 @@ from kvrsim.results.results import (
     StrategyResult,
 )
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, label_of
+from kvrsim.strategies import BASELINES, KVR_E, KVR_S, STRATEGIES, Strategy, label_of
 from kvrsim.strategies.pipeline import layers_of
 from kvrsim.units import format_bytes
 from planner.advice import advice_of
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from planner.uncertainty.noise import Disturbance
 
 MOST_SPANS = 200_000  # maximum number of spans of all timelines except the first; a browser handles this number
-_BASELINES = ("tsp", "tp", "kvr-e", "single")  # the baseline of speed-ups is the first of these that fits
 _SAME = 1e-9  # relative difference of two executors' TTFTs that is rounding
 _LEAST_GAIN = 0.0005  # smaller gains are printed as 0.0 %
 
@@ -204,7 +203,7 @@ class Ranking:
 
     @cached_property
     def baseline(self) -> Candidate | None:
-        """Baseline of speed-ups: the first of _BASELINES that fits, else the fastest candidate that fits.
+        """Baseline of speed-ups: the first of BASELINES that fits, else the fastest candidate that fits.
 
         With a serving engine, only strategies that engines have are considered, if one of them fits.
         """
@@ -212,7 +211,7 @@ class Ranking:
         if self.scenario.engine is not None:
             launched = {name: one for name, one in feasible.items() if engines_with(one.strategy, self.scenario)}
             feasible = launched or feasible
-        for name in _BASELINES:
+        for name in BASELINES:
             if name in feasible:
                 return feasible[name]
         return min(feasible.values(), key=lambda one: one.ttft_s, default=None)
@@ -379,10 +378,10 @@ class Ranking:
     def _even_chunks_note(self) -> list[str]:
         """A note if KVR-S's search gains too little to be certain, for example if the host is the bottleneck."""
         several = {one.strategy.name: one for one in self.candidates if len(one.partition.chunk_lens) > 1}
-        if not {"kvr-e", "kvr-s"} <= set(several):
+        even = several.get(KVR_E.name)
+        best = several.get(KVR_S.name)
+        if even is None or best is None:
             return []
-        even = several["kvr-e"]
-        best = several["kvr-s"]
         if even.ttft_s > best.ttft_s * NEAR:  # avoid the slow computation of sensitivities
             return []
         if not is_indistinguishable(best.sensitivities, even.sensitivities, best.ttft_s, even.ttft_s):

@@ -30,6 +30,7 @@ import numpy as np
 
 from kvrsim.results.timeline import Span, SpanKind, SpanOp, Timeline
 from kvrsim.runtime.geometry import Geometry
+from kvrsim.runtime.plan import REAL_RUNS
 
 # Cycles per second of a delay on the device. The value is above the clock of nearly all GPUs, so that the delay is at
 # least as long as requested.
@@ -197,10 +198,6 @@ _BEGINS = {
     **{"output": "output+mlp", "layer_end": "head"},
 }
 _AFTER_SEND = ("updated", "sent", "send", "wait", "attending", "start", "token")
-_ASSEMBLED = ("tsp", "zigzag")  # strategies that join gathered K and V
-_PAYLOADS: dict[str, SpanOp] = {
-    **{"tp": "collective", "pp": "activations", "tsp": "all-gather", "zigzag": "all-gather"}
-}
 _OPS: dict[str, SpanOp] = {
     **{"qkv": "qkv", "append": "append", "assemble": "append", "attention": "attention", "output+mlp": "output+mlp"},
     **{"scan": "attention", "embedding": "embedding", "head": "head"},
@@ -252,7 +249,7 @@ def own_spans(trace: RankTrace, strategy: str, offset_s: float = 0.0) -> Iterato
         name = running
         op = _OPS[running]
         if first.name == "wait":
-            gathers = "all-reduce" if strategy == "tp" else "all-gather"
+            gathers = "all-reduce" if payload == "collective" else "all-gather"
             name = gathers if second.peer is None else f"{payload} from rank {second.peer}"
             kind = "wait"
             op = payload
@@ -263,7 +260,7 @@ def own_spans(trace: RankTrace, strategy: str, offset_s: float = 0.0) -> Iterato
         elif running == "append" and first.layer in states:
             name = "scan"
             op = _OPS["scan"]
-        elif running == "append" and strategy in _ASSEMBLED:
+        elif running == "append" and payload == "all-gather":  # the rank joins the gathered K and V
             name = "assemble"
         elif running == "head" and not (trace.emits_token and second.name == "token"):
             continue
@@ -276,7 +273,7 @@ def own_spans(trace: RankTrace, strategy: str, offset_s: float = 0.0) -> Iterato
 
 def _payload(strategy: str, *, is_state: bool) -> SpanOp:
     """Return the payload of the ranks' messages."""
-    return "state" if is_state else _PAYLOADS.get(strategy, "KV")
+    return "state" if is_state else REAL_RUNS[strategy].payload
 
 
 def _transfers(trace: RankTrace, traces: Sequence[RankTrace], strategy: str, zero_s: float) -> Iterator[Span]:

@@ -15,23 +15,24 @@ from kvrsim.kernels.profile import Gather
 from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Partition
 from kvrsim.strategies import STRATEGIES
+from kvrsim.strategies.base import RealRun
 
 RUN_DTYPES = ("fp16", "bf16", "fp32")
 OnProgress = Callable[[int, int, str], object]  # numbers of finished steps and of all steps, and a text
 Parts = Mapping[tuple[int | None, str], float]  # seconds by layer (None: outside the layers) and the simulator's name
 
-# Registered strategies that ranks can run, with the exchange that runs each strategy.
+# Registered strategies that ranks can run, with the name of each one's run.
 RUN_STRATEGIES: Mapping[str, str] = MappingProxyType(
-    {
-        **{"single": "single", "tsp": "tsp", "kvr-e": "kvr", "kvr-s": "kvr", "kvr-p": "kvr", "kvr-b": "kvr"},
-        **{"kvr-direct": "kvr_direct", "ring": "ring", "striped": "striped", "zigzag": "zigzag"},
-        **{"zigzag-ring": "zigzag_ring", "ulysses": "ulysses", "tp": "tp", "pp": "pp", "pp-s": "pp"},
-    }
+    {name: strategy.real_run.name for name, strategy in STRATEGIES.items() if strategy.real_run is not None}
+)
+# How ranks run, by the name of the run.
+REAL_RUNS: Mapping[str, RealRun] = MappingProxyType(
+    {strategy.real_run.name: strategy.real_run for strategy in STRATEGIES.values() if strategy.real_run is not None}
 )
 
 
 def run_strategy(name: str) -> str:
-    """Return the exchange that runs a registered strategy; raise InputError if the runtime has no such exchange."""
+    """Return the name of a registered strategy's run; raise InputError if the runtime cannot run the strategy."""
     if name not in RUN_STRATEGIES:
         accepted = f"what the runtime runs: {', '.join(RUN_STRATEGIES)}"
         planned = "" if name in STRATEGIES else "; hybrids and strategies from elsewhere are planned and simulated only"
@@ -64,9 +65,9 @@ class RankSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """An exchange with its partition."""
+    """A run of a strategy with its partition."""
 
-    strategy: str  # one of the values of RUN_STRATEGIES
+    strategy: str  # a name of REAL_RUNS
     partition: Partition
     batch: int = 1  # number of prompts of equal length
     gather: Gather = "ring"  # kind of all-gather: between neighbours, or the backend's own
@@ -91,7 +92,8 @@ class RunPlan:
     @property
     def label(self) -> str:
         """The plan as text, such as "kvr 28,42,26"."""
-        gather = f" {self.gather}" if self.strategy in ("tsp", "zigzag") else ""
+        gathers = REAL_RUNS[self.strategy].payload == "all-gather"
+        gather = f" {self.gather}" if gathers else ""
         stages = "" if self.stage_layers is None else f", layers {','.join(map(str, self.stage_layers))}"
         blocks = f" in {','.join(str(max(one)) for one in self.query_blocks)} blocks" if self.query_blocks else ""
         return f"{self.name}{gather} {self.chunks}{stages}{blocks}"

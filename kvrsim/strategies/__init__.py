@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvrsim.errors import InputError
 from kvrsim.layout import Degrees, parse_degrees
-from kvrsim.strategies.base import Step, Strategy
+from kvrsim.strategies.base import Step, Strategy, Use
 from kvrsim.strategies.gather import INTERLEAVE, TSP, ZIGZAG
 from kvrsim.strategies.kv_runahead import KVR_B, KVR_DIRECT, KVR_E, KVR_P, KVR_S
 from kvrsim.strategies.layers import SINGLE, TENSOR_PARALLEL
@@ -15,7 +15,7 @@ from kvrsim.strategies.pipeline import PIPELINE, PIPELINE_SEARCHED
 from kvrsim.strategies.ring import RING, STRIPED, ZIGZAG_RING
 from kvrsim.strategies.ulysses import ULYSSES
 
-__all__ = ["KVR_S", "STRATEGIES", "Step", "Strategy", "get_strategy"]
+__all__ = ["BASELINES", "KVR_E", "KVR_S", "STRATEGIES", "Step", "Strategy", "get_strategy"]
 
 STRATEGIES = {
     strategy.name: strategy
@@ -25,10 +25,13 @@ STRATEGIES = {
         *(TENSOR_PARALLEL, PIPELINE, PIPELINE_SEARCHED),
     )
 }
-# Strategies in the hybrids of `all`; users may name others, except single and tp.
-_IN_HYBRIDS = ("kvr-s", "zigzag-ring", "zigzag", "pp", "pp-s")
-# Strategies in hybrids that are rarely the fastest; they are tried only if no other strategy fits.
-_IN_RARE_HYBRIDS = ("tsp", "kvr-e", "kvr-b", "kvr-direct", "ring", "striped", "interleave", "ulysses")
+# Baselines of speed-ups: a plan uses the first one that fits.
+BASELINES = tuple(
+    sorted(
+        (strategy.name for strategy in STRATEGIES.values() if strategy.baseline_rank is not None),
+        key=lambda name: STRATEGIES[name].baseline_rank or 0,
+    )
+)
 
 
 def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
@@ -52,7 +55,7 @@ def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strat
             between = get_strategy(inner, parameter)
         except InputError as error:
             raise InputError(parameter, strategy, error.accepted) from error
-        if between.group_size == 1 and between.partition_rule not in ("whole", "table"):
+        if _is_in_hybrids(between):
             return _with_degrees(between, replace(degrees, scheme=between.degrees.scheme))
         raise InputError(parameter, strategy, "tpN+ before a strategy that splits the context or the layers")
     from kvrsim.strategies.load import from_file, is_file  # imported only for names that kvrsim has not
@@ -62,6 +65,16 @@ def get_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strat
     names = ", ".join(STRATEGIES)
     accepted = f"one of {names}, tpN+ before one, such as tp8+kvr-s, sizes such as tp4+pp2+cp2, or FILE.py:NAME"
     raise InputError(parameter, strategy, accepted)
+
+
+def _is_in_hybrids(strategy: Strategy) -> bool:
+    """Whether the strategy can stand between groups of tensor parallelism."""
+    return strategy.group_size == 1 and strategy.partition_rule not in ("whole", "table")
+
+
+def usual_names(use: Use) -> tuple[str, ...]:
+    """Names of the strategies that are considered for this use where the user names none."""
+    return tuple(strategy.name for strategy in STRATEGIES.values() if use in strategy.usual_in)
 
 
 def _of_sizes(degrees: Degrees) -> Strategy:
@@ -128,7 +141,7 @@ def chain_like(strategy: Strategy) -> Strategy:
 
 def hybrid_names(sizes: Sequence[int]) -> tuple[str, ...]:
     """Names of the hybrids tpN+NAME in `all`, for these sizes N."""
-    return tuple(f"tp{size}+{name}" for size in sizes for name in _IN_HYBRIDS)
+    return tuple(f"tp{size}+{name}" for size in sizes for name in usual_names("hybrids"))
 
 
 def rare_names(num_gpus: int, *, is_mixture: bool) -> tuple[str, ...]:
@@ -138,11 +151,13 @@ def rare_names(num_gpus: int, *, is_mixture: bool) -> tuple[str, ...]:
     data ranks. is_mixture: also with experts spread over all GPUs of a stage.
     """
     powers = [2**exponent for exponent in range(17) if num_gpus % 2**exponent == 0]
+    usual = usual_names("hybrids")
+    rare = [one.name for one in STRATEGIES.values() if _is_in_hybrids(one) and one.name not in usual]
     names = []
     for tensor in powers:
         head = f"tp{tensor}+" * (tensor > 1)
         if 1 < tensor < num_gpus:
-            names += [f"{head}{name}" for name in _IN_RARE_HYBRIDS]
+            names += [f"{head}{name}" for name in rare]
         for stages in [power for power in powers if num_gpus % (tensor * power) == 0]:
             rest = num_gpus // (tensor * stages)
             middle = f"pp{stages}+" * (stages > 1)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -14,19 +14,43 @@ from kvrsim.errors import InputError
 from kvrsim.kernels.layer import LayerCosts
 from kvrsim.layout import Degrees
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program import AllGather, Array, Compute, Op, Program, Recv, Send
+from kvrsim.program import AllGather, Array, Compute, Op, Payload, Program, Recv, Send
 
 PartitionRule = Literal["whole", "even", "search", "table", "pieces", "searched-pieces"]
 LayerProgram = Callable[["Step", int], Iterator[Op]]
 PipelineProgram = Callable[..., Program]  # program from scenario, strategy, pieces and costs; see pipeline.py
 Refusal = Callable[[ModelSpec, int], str | None]
+# What considers a strategy where the user names none: hybrids tpN+NAME of a plan, fleets, fleets whose GPUs share one
+# bandwidth, maps, and confirmations.
+Use = Literal["hybrids", "fleets", "fleets on a bus", "maps", "confirmations"]
 _ALL_RANKS = Degrees(context=None)  # the strategy itself splits the context over all ranks
 _NAME = re.compile(r"[^\s,:]+")
 
 
+class StrategyWords(NamedTuple):
+    """A strategy in words, for p ranks."""
+
+    each_rank: str  # what each rank computes
+    communication: str  # what is sent
+    holds: str  # what a rank holds at the end
+    docs: str = "docs/explanation/strategies.md"  # where to read more
+
+
+class RealRun(NamedTuple):
+    """How real ranks run a strategy."""
+
+    name: str  # name in labels and timelines; strategies that differ only in their partitions share it
+    exchange: str  # module of kvrsim.runtime.exchange, and class
+    payload: Payload | Literal["all-gather", "collective"] = "KV"  # content of the messages between ranks
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """One way to run a prefill on several GPUs."""
+    """One way to run a prefill on several GPUs.
+
+    A variant made with `replace` has all facts of the original that it does not state: state at least `name`, `title`,
+    `words`, `colour`, `usual_in`, `baseline_rank` and `real_run`.
+    """
 
     name: str  # name on the command line
     title: str  # title in one line
@@ -46,6 +70,13 @@ class Strategy:
     chains: bool = False  # whether the strategy is KVR's chain, for which planner.search.bound holds
     query_blocks: tuple[int, ...] = (1,)  # allowed numbers of attention calls per chunk; the fastest is used
     near_chain: bool = False  # whether its best chunks are searched from those of KVR's chain, which is similar
+    words: StrategyWords | None = field(default=None, compare=False)  # description in words; None: only the title
+    family: str = field(default="others", compare=False)  # strategies of a family have similar colours
+    colour: tuple[str, str] | None = field(default=None, compare=False)  # on white and on black; None: by its name
+    baseline_rank: int | None = None  # the fitting strategy with the lowest rank is the baseline of speed-ups
+    usual_in: frozenset[Use] = frozenset()  # what considers the strategy where the user names none
+    is_replayable: bool = False  # whether one device can run its ranks one after another
+    real_run: RealRun | None = field(default=None, compare=False)  # None: the strategy is planned and simulated only
     looks_up: str = "kvr-s"  # for partition_rule "table": the searched strategy that the table is made for
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvrsim.program import Array, Compute, Op
-from kvrsim.strategies.base import Step, Strategy
+from kvrsim.strategies.base import RealRun, Step, Strategy, StrategyWords
 
 
 def tsp_layer(step: Step, rank: int) -> Iterator[Op]:
@@ -36,6 +36,17 @@ TSP = Strategy(
     passes_state=True,
     gathers_kv=True,
     carries_prefix=True,
+    words=StrategyWords(
+        each_rank="an even chunk of the context; attends to the gathered K and V of all ranks",
+        communication="all-gather of K and V in each layer",
+        holds="K and V of all tokens, all weights",
+    ),
+    family="all-gathers",
+    colour=("#df8f03", "#d89a04"),
+    baseline_rank=0,
+    usual_in=frozenset({"fleets", "fleets on a bus", "maps", "confirmations"}),
+    is_replayable=True,
+    real_run=RealRun("tsp", "chain.GatherExchange", payload="all-gather"),
 )
 
 
@@ -73,6 +84,15 @@ ZIGZAG = Strategy(
     layer=zigzag_layer,
     gathers_kv=True,
     carries_prefix=True,
+    words=StrategyWords(
+        each_rank="an early and a late piece; attends to the gathered K and V of all ranks",
+        communication="all-gather of K and V in each layer",
+        holds="K and V of all tokens, all weights but slices of routed experts",
+    ),
+    family="all-gathers",
+    colour=("#c7771c", "#9b6417"),
+    usual_in=frozenset({"hybrids", "fleets", "maps"}),
+    real_run=RealRun("zigzag", "own_attention.Zigzag", payload="all-gather"),
 )
 
 
@@ -93,4 +113,12 @@ INTERLEAVE = replace(
     title="K and V gathered, every N-th token",
     source="SGLang 0.5.23, --cp-strategy interleave (sglang/srt/layers/cp/interleave.py)",
     layer=interleave_layer,
+    words=StrategyWords(
+        each_rank="every p-th token; attends to the gathered K and V of all ranks",
+        communication="all-gather of K and V in each layer",
+        holds="K and V of all tokens, all weights but slices of routed experts",
+    ),
+    colour=("#795b11", "#fc905d"),
+    usual_in=frozenset(),
+    real_run=None,
 )

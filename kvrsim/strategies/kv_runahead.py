@@ -13,7 +13,7 @@ from dataclasses import replace
 from kvrsim.model.mixers import Attention, Recurrence
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import Op
-from kvrsim.strategies.base import Step, Strategy
+from kvrsim.strategies.base import RealRun, Step, Strategy, StrategyWords
 
 
 def layer(step: Step, rank: int) -> Iterator[Op]:
@@ -62,9 +62,45 @@ KVR_S = Strategy(
     layer=layer,
     passes_state=True,
     chains=True,
+    words=StrategyWords(
+        each_rank="a chunk whose length is searched; attends to its own chunk and all before it",
+        communication="K and V of all tokens so far to the next rank, in each layer",
+        holds="K and V up to the end of its chunk, all weights",
+    ),
+    family="chains",
+    colour=("#2e70e9", "#3a7de0"),
+    usual_in=frozenset({"hybrids", "fleets", "fleets on a bus", "maps", "confirmations"}),
+    is_replayable=True,
+    real_run=RealRun("kvr", "chain.ChainExchange"),
 )
-KVR_E = replace(KVR_S, name="kvr-e", title="KV-Runahead with even chunks", partition_rule="even")
-KVR_P = replace(KVR_S, name="kvr-p", title="KV-Runahead with chunks from a table", partition_rule="table")
+KVR_E = replace(
+    KVR_S,
+    name="kvr-e",
+    title="KV-Runahead with even chunks",
+    partition_rule="even",
+    words=StrategyWords(
+        each_rank="an even chunk; attends to its own chunk and all before it",
+        communication="K and V of all tokens so far to the next rank, in each layer",
+        holds="K and V up to the end of its chunk, all weights",
+    ),
+    colour=("#5075ac", "#829dcf"),
+    baseline_rank=2,
+    usual_in=frozenset({"confirmations"}),
+)
+KVR_P = replace(
+    KVR_S,
+    name="kvr-p",
+    title="KV-Runahead with chunks from a table",
+    partition_rule="table",
+    words=StrategyWords(
+        each_rank="a chunk from a partition table (--table); else as kvr-s",
+        communication="K and V of all tokens so far to the next rank, in each layer",
+        holds="K and V up to the end of its chunk, all weights",
+        docs="docs/how-to/partition-table.md",
+    ),
+    colour=("#3f619c", "#6f94b1"),
+    usual_in=frozenset(),
+)
 KVR_B = replace(
     KVR_S,
     name="kvr-b",
@@ -73,6 +109,14 @@ KVR_B = replace(
     query_blocks=(1, 2, 4, 8, 16, 32),
     near_chain=True,
     refuses=whole_queries,
+    words=StrategyWords(
+        each_rank="as kvr-s; attention in one call for each block of queries",
+        communication="K and V of all tokens so far to the next rank, in each layer",
+        holds="K and V up to the end of its chunk, all weights",
+        docs="docs/explanation/query-blocks.md",
+    ),
+    colour=("#3050df", "#1476bc"),
+    usual_in=frozenset(),
 )
 KVR_DIRECT = Strategy(
     name="kvr-direct",
@@ -83,4 +127,12 @@ KVR_DIRECT = Strategy(
     passes_state=True,
     sends_in_turn=True,
     near_chain=True,
+    words=StrategyWords(
+        each_rank="a chunk whose length is searched; attends to its own chunk and all before it",
+        communication="K and V of its chunk to every later rank, in each layer",
+        holds="K and V up to the end of its chunk, all weights",
+    ),
+    family="chains",
+    colour=("#4d5d80", "#0a97dc"),
+    real_run=RealRun("kvr_direct", "chain.DirectChain"),
 )

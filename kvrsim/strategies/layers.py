@@ -22,7 +22,7 @@ from kvrsim.model.mixers import Recurrence
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import AllToAll, Array, Collective, Compute, Load, Op, RingPass
 from kvrsim.scenario import Scenario
-from kvrsim.strategies.base import Step, Strategy
+from kvrsim.strategies.base import RealRun, Step, Strategy, StrategyWords
 
 
 def layer(step: Step, rank: int) -> Iterator[Op]:
@@ -40,6 +40,13 @@ SINGLE = Strategy(
     partition_rule="whole",
     layer=layer,
     degrees=Degrees(),
+    words=StrategyWords(each_rank="all tokens, all layers", communication="none", holds="all K and V, all weights"),
+    family="one GPU",
+    colour=("#747678", "#6c727a"),
+    baseline_rank=3,
+    usual_in=frozenset({"fleets", "fleets on a bus", "maps", "confirmations"}),
+    is_replayable=True,
+    real_run=RealRun("single", "chain.Single"),
 )
 TENSOR_PARALLEL = Strategy(
     name="tp",
@@ -48,6 +55,16 @@ TENSOR_PARALLEL = Strategy(
     partition_rule="even",
     layer=SINGLE.layer,
     degrees=Degrees(tensor=None),
+    words=StrategyWords(
+        each_rank="all tokens, 1 / p of every matrix and of the heads",
+        communication="two all-reduces of the activations in each layer",
+        holds="K and V of 1 / p of the heads, 1 / p of the weights",
+    ),
+    family="tensor",
+    colour=("#d21b42", "#e36650"),
+    baseline_rank=1,
+    usual_in=frozenset({"fleets", "fleets on a bus", "maps"}),
+    real_run=RealRun("tp", "tensor.TensorParallel", payload="collective"),
 )
 
 

@@ -23,7 +23,7 @@ from kvrsim.layout import Degrees
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import AllGather, Array, Op, Program, Recv, Send, slower, with_arrays, work_s
 from kvrsim.scenario import Scenario
-from kvrsim.strategies.base import Step, Strategy
+from kvrsim.strategies.base import RealRun, Step, Strategy, StrategyWords
 from kvrsim.strategies.layers import SINGLE, before_step, embedding, last, layer_ops, prefix_load, request
 
 
@@ -194,6 +194,15 @@ PIPELINE = Strategy(
     degrees=Degrees(pipeline=None, pieces="even"),
     pipeline=program,
     refuses=refuses,
+    words=StrategyWords(
+        each_rank="1 / p of the layers; the context in even pieces, one after another",
+        communication="activations of a piece to the next stage",
+        holds="K and V of all tokens and the weights, of its layers",
+    ),
+    family="pipelines",
+    colour=("#86ab72", "#a5e9a3"),
+    usual_in=frozenset({"hybrids", "fleets", "maps"}),
+    real_run=RealRun("pp", "pipeline.Pipeline", payload="activations"),
 )
 PIPELINE_SEARCHED = replace(
     PIPELINE,
@@ -202,4 +211,12 @@ PIPELINE_SEARCHED = replace(
     source=f"{PIPELINE.source}; pieces of equal time as in SGLang (dynamic chunking, 2025)",
     partition_rule="searched-pieces",
     degrees=Degrees(pipeline=None, pieces="searched"),
+    words=StrategyWords(
+        each_rank="layers and pieces that are searched; the pieces one after another",
+        communication="activations of a piece to the next stage",
+        holds="K and V of all tokens and the weights, of its layers",
+        docs="docs/explanation/search.md#pipelines",
+    ),
+    colour=("#679e6f", "#bde66e"),
+    usual_in=frozenset({"hybrids"}),
 )

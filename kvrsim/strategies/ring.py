@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvrsim.kernels.elementwise import UPCAST_KERNELS
 from kvrsim.program import Array, Compute, Flags, Op, RingPass
-from kvrsim.strategies.base import Step, Strategy
+from kvrsim.strategies.base import RealRun, Step, Strategy, StrategyWords
 
 Ranks = npt.NDArray[np.intp]
 SecondsTo = Callable[[int, Ranks], Array]  # seconds of attention of a rank to the blocks of other ranks
@@ -162,6 +162,15 @@ RING = Strategy(
     passes_state=True,
     carries_prefix=True,
     merges_blocks=True,
+    words=StrategyWords(
+        each_rank="an even chunk; attends to one block of K and V after another",
+        communication="a block of K and V to the next rank in each of p - 1 rounds, in each layer",
+        holds="K and V of its chunk, all weights",
+    ),
+    family="rings",
+    colour=("#bd7dfe", "#e5bafc"),
+    usual_in=frozenset({"fleets", "maps"}),
+    real_run=RealRun("ring", "own_attention.RingAttention"),
 )
 STRIPED = replace(
     RING,
@@ -170,6 +179,14 @@ STRIPED = replace(
     source="Brandon et al., Striped Attention, 2023 (arXiv:2311.09431)",
     layer=striped_layer,
     passes_state=False,
+    words=StrategyWords(
+        each_rank="every p-th token; attends to one block of K and V after another",
+        communication="a block of K and V to the next rank in each of p - 1 rounds, in each layer",
+        holds="K and V of its tokens, all weights",
+    ),
+    colour=("#a67dd7", "#c9adfe"),
+    usual_in=frozenset({"fleets"}),
+    real_run=RealRun("striped", "own_attention.StripedRing"),
 )
 ZIGZAG_RING = replace(
     STRIPED,
@@ -177,4 +194,12 @@ ZIGZAG_RING = replace(
     title="ring attention, early and late pieces",
     source="Zhu, ring-flash-attention, 2024 (github.com/zhuzilin/ring-flash-attention), zigzag_ring_flash_attn",
     layer=zigzag_layer,
+    words=StrategyWords(
+        each_rank="an early and a late piece; attends to one block of K and V after another",
+        communication="a block of K and V to the next rank in each of p - 1 rounds, in each layer",
+        holds="K and V of its pieces, all weights",
+    ),
+    colour=("#d083e9", "#fecbf8"),
+    usual_in=frozenset({"hybrids", "fleets"}),
+    real_run=RealRun("zigzag_ring", "own_attention.ZigzagRing"),
 )

@@ -10,7 +10,7 @@ from kvrsim.kernels.tensor_parallel import heads_divide
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
 from kvrsim.program import AllToAll, Array, Compute, Op
-from kvrsim.strategies.base import Step, Strategy
+from kvrsim.strategies.base import RealRun, Step, Strategy, StrategyWords
 
 
 def layer(step: Step, rank: int) -> Iterator[Op]:
@@ -92,4 +92,13 @@ ULYSSES = Strategy(
     carries_prefix=True,
     splits_heads=True,
     refuses=refuses,
+    words=StrategyWords(
+        each_rank="an even chunk outside attention, 1 / p of the heads inside it",
+        communication="two all-to-alls in each layer: Q, K, V, and the output",
+        holds="K and V of 1 / p of the heads, all weights",
+    ),
+    family="all-to-all",
+    colour=("#18b4ad", "#7dcbc1"),
+    usual_in=frozenset({"fleets"}),
+    real_run=RealRun("ulysses", "own_attention.Ulysses"),
 )

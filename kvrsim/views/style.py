@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 from zlib import crc32
 
+from kvrsim.strategies import STRATEGIES
+
 Ground = Literal["light", "dark"]
 
 
@@ -52,10 +54,10 @@ DIM = FAINT_TEXT.light
 
 _TABLE = json.loads((Path(__file__).parents[1] / "data" / "colours.json").read_text("utf-8"))
 # Colours by family, then by strategy: strategies of a family have similar colours.
-FAMILIES = {
-    family: {name: Colour(*colours) for name, colours in members.items()}
-    for family, members in _TABLE["strategies"].items()
-}
+FAMILIES: dict[str, dict[str, Colour]] = {}
+for _strategy in STRATEGIES.values():
+    if _strategy.colour is not None:
+        FAMILIES.setdefault(_strategy.family, {})[_strategy.name] = Colour(*_strategy.colour)
 STRATEGY_COLOURS = {name: colour for members in FAMILIES.values() for name, colour in members.items()}
 # Styles by payload of a transfer or kind of computation, in the order of the legend.
 OPERATIONS = {name: Operation(label, Colour(*colours)) for name, (label, *colours) in _TABLE["operations"].items()}

@@ -29,7 +29,7 @@ from kvrsim.interp import cell, log_interp
 from kvrsim.memory import fits, memory_of
 from kvrsim.program import Array, Compute, Program
 from kvrsim.scenario import Partition, Request, Scenario
-from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, hybrid_names
+from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, hybrid_names, usual_names
 from kvrsim.strategies.pipeline import context_ranks
 from planner.candidates import all_for, distinct, group_sizes
 from planner.capacity.decode import Transfer
@@ -43,8 +43,6 @@ from planner.search.minimise import chunks_between, to_grid
 from planner.search.pipeline import with_step_time
 from planner.search.search import search
 
-_USUAL = ("single", "tsp", "kvr-s", "ring", "striped", "zigzag-ring", "zigzag", "ulysses", "tp", "pp")
-_ON_A_BUS = ("single", "tsp", "kvr-s", "tp")  # strategies on a bus; simulating more takes four times as long
 _LENGTHS_PER_DOUBLING = 8  # number of simulated lengths; times between them are interpolated
 # cached prefixes that are simulated: 0, 512, 2k, 8k, ...
 _FIRST_PREFIX = 512
@@ -143,9 +141,9 @@ def weights_of(strategy: Strategy, num_gpus: int) -> str:
 
 def _usual(scenario: Scenario) -> Sequence[str]:
     if scenario.cluster.shares_bandwidth:
-        return _ON_A_BUS
+        return usual_names("fleets on a bus")  # simulating more takes four times as long
     hybrids = hybrid_names(group_sizes(scenario.num_gpus, scenario.cluster.gpus_per_node))
-    return (*_USUAL, *(name for name in hybrids if get_strategy(name).degrees.pieces != "searched"))
+    return (*usual_names("fleets"), *(name for name in hybrids if get_strategy(name).degrees.pieces != "searched"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from kvrsim.runtime.host import busy_note, started_by_torchrun
 from kvrsim.runtime.plan import RUN_STRATEGIES, Job, Parts, Report, Timing
 from kvrsim.runtime.ranks import launch
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import KVR_S, get_strategy
+from kvrsim.strategies import KVR_S, STRATEGIES, get_strategy, usual_names
 from kvrsim.strategies.pipeline import layers_of
 from kvrsim.units import format_bytes, format_seconds
 from planner.candidates import Candidate, Search, all_for, per_rank_scenario, strategies_to_compare
@@ -26,9 +26,6 @@ from planner.confirm.result import Confirmation, MeasuredCandidate, Targets
 from planner.plan import Ranking
 from planner.search.minimise import Evaluator, around, chunks_between
 
-STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")  # measured by default
-REPLAYED = (*STRATEGIES, "kvr-b")  # strategies that one device can replay rank by rank
-_FROM_TABLE = "kvr-p"  # strategy with a partition from a table, which is not read here
 _LEAST_DISTANCE = 1 / 16  # share of the even chunk; a measurement cannot distinguish partitions that differ by less
 
 
@@ -111,8 +108,12 @@ def strategies_here(
     """
     if scenario.cluster.num_gpus == 1:
         return ("single",), ()
-    distinct_names = [name for name in dict.fromkeys(STRATEGIES if names is None else names) if name != "all"]
-    allowed = [name for name in RUN_STRATEGIES if name != _FROM_TABLE and (mode == "ranks" or name in REPLAYED)]
+    distinct_names = [
+        name for name in dict.fromkeys(usual_names("confirmations") if names is None else names) if name != "all"
+    ]
+    # A partition from a table is not read here.
+    runs = [STRATEGIES[name] for name in RUN_STRATEGIES if STRATEGIES[name].partition_rule != "table"]
+    allowed = [strategy.name for strategy in runs if mode == "ranks" or strategy.is_replayable]
     where = "what the runtime runs without a table" if mode == "ranks" else "what one device can replay in turn"
 
     def check(name: str) -> None:

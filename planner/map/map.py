@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvrsim.arguments import OnProgress
-from kvrsim.choices import MAP_STRATEGIES
 from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json, to_frame, to_json
 from kvrsim.notes import note
 from kvrsim.results.question import Question
 from kvrsim.results.results import Answer, Prediction
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy, get_strategy, label_of
+from kvrsim.strategies import Strategy, get_strategy, label_of, usual_names
 from kvrsim.units import check_places
 from planner.candidates import all_for, distinct
 from planner.deploy_engines import engines_for
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     import pandas
 
 ALONE = "single"
-_HYBRIDS = re.compile(r"tp\d+\+(kvr-s|zigzag|pp)")  # names of the hybrids that a map compares by default
 Known = Literal["interpolated", "at or below the first length", "beyond the last length"]
 
 
@@ -252,8 +249,8 @@ def make_map(
 
     scenario: model, request and links. bandwidths: link bandwidths, bytes/s in one direction; None: the cluster's own.
     strategies: names, "FILE.py:NAME" or Strategies; "all" means every strategy that runs in a place; None:
-    MAP_STRATEGIES, and the hybrids of tensor parallelism with kvr-s, zigzag and pp that run in a place. Searched
-    chunks are balanced; they are refined if links are slow. pool: processes that simulate; None: this process.
+    those that are usual in maps, and their hybrids tpN+NAME in `all` that run in a place. Searched chunks are balanced;
+    they are refined if links are slow. pool: processes that simulate; None: this process.
 
     Raises InputError for an unknown name.
     """
@@ -331,8 +328,9 @@ def _at_place(place: Scenario, strategies: Sequence[str | Strategy] | None) -> t
 def _strategies_at(place: Scenario, strategies: Sequence[str | Strategy] | None) -> Sequence[Strategy]:
     """One GPU, and the strategies that are compared with it."""
     if strategies is None:
-        hybrids = [strategy for strategy in all_for(place)[0] if _HYBRIDS.fullmatch(strategy.name)]
-        return distinct((ALONE, *MAP_STRATEGIES, *hybrids))
+        usual = usual_names("maps")
+        hybrids = [one for one in all_for(place)[0] if one.group_size != 1 and one.name.partition("+")[2] in usual]
+        return distinct((ALONE, *usual, *hybrids))
     everything = all_for(place)[0] if "all" in strategies else ()
     strategies_here = distinct((ALONE, *everything, *(one for one in strategies if one != "all")))
     for strategy in strategies_here:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.arguments import argument, option
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from kvrsim.model.spec import LayerSpec, ModelSpec
     from kvrsim.strategies import Strategy
 
-_WORDS = Path(__file__).parents[2] / "data" / "strategies.json"
 _NUMBERS = ("parameters", "active", "context", "before", "layer")  # columns that are aligned to the right
 
 
@@ -166,13 +164,12 @@ def about(name: str) -> dict[str, Any]:
 
 
 def _words(strategy: Strategy) -> Mapping[str, Any]:
-    """Texts of a strategy from data/strategies.json; tp2+ring has the texts of ring."""
-    from kvrsim.io.schema import JsonObject
+    """Texts of a strategy; tp2+ring has the texts of ring. Strategies of users have none."""
+    from kvrsim.strategies import STRATEGIES
 
-    shipped: Mapping[str, Any] = JsonObject.read(_WORDS, "strategies").fields
-    own = shipped.get(strategy.name)
-    if own is not None or strategy.group_size in (None, 1):
-        return dict(own or {})
+    shipped = {one.name: one.words._asdict() for one in STRATEGIES.values() if one.words is not None}
+    if strategy.name in shipped or strategy.group_size in (None, 1):
+        return shipped.get(strategy.name, {})
     between: Mapping[str, Any] = shipped.get(strategy.name.rpartition("+")[2], {})
     rank = f"a rank is {strategy.group_size} GPUs that split every matrix"
     moves = "two all-reduces in each group"

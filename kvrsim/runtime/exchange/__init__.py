@@ -16,21 +16,13 @@ from kvrsim.runtime.attention import in_query_blocks
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.kv_cache import CacheListener, Chunk, Memory, PrefixCache, UpdateEvent, make_buffers
 from kvrsim.runtime.model import ModelForward
-from kvrsim.runtime.plan import RunPlan
+from kvrsim.runtime.plan import REAL_RUNS, RunPlan
 from kvrsim.runtime.transport import Edge, Pending, Transport
-
-# Module of this package and class for each value of RUN_STRATEGIES.
-_CLASSES = {
-    **{"single": "chain.Single", "kvr": "chain.ChainExchange", "kvr_direct": "chain.DirectChain"},
-    **{"tsp": "chain.GatherExchange", "pp": "pipeline.Pipeline", "tp": "tensor.TensorParallel"},
-    **{"ring": "own_attention.RingAttention", "striped": "own_attention.StripedRing"},
-    **{"zigzag_ring": "own_attention.ZigzagRing", "zigzag": "own_attention.Zigzag", "ulysses": "own_attention.Ulysses"},
-}
 
 
 def exchange_of(strategy: str) -> type[Exchange]:
     """Return the class that runs a plan's strategy."""
-    module, name = _CLASSES[strategy].split(".")
+    module, name = REAL_RUNS[strategy].exchange.split(".")
     exchange: type[Exchange] = getattr(import_module(f"{__name__}.{module}"), name)
     return exchange
 
