@@ -45,7 +45,7 @@ class Bench(Protocol):
         """Return the estimated seconds of one sample."""
 
     def sample(self, point: Point) -> Seconds:
-        """Return one repetition: seconds by name of the timed part. Raises Skipped if memory is too small."""
+        """Return one repetition: seconds by name of the timed part. Raises SkippedPoint if memory is too small."""
 
     def rows(self, samples: Mapping[Point, Sequence[Seconds]]) -> list[Measurement]:
         """Return rows with medians and spreads."""

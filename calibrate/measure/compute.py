@@ -156,7 +156,7 @@ class ComputeBench:
     def sample(self, point: Point) -> Seconds:
         """Time one forward, on a GPU at the clock of a long prefill; the first forward of a point is not counted.
 
-        Raises Skipped if the point does not fit into memory.
+        Raises SkippedPoint if the point does not fit into memory.
         """
         at = point
         if at.kind == "pending":

@@ -109,7 +109,7 @@ class ForwardTimer:
         return self.forward(at, bare=True, heat=heat)["layer"]
 
     def check_memory(self, at: Point) -> None:
-        """Raise Skipped for a point that exceeds a CPU's memory; on a GPU, `forward` raises it."""
+        """Raise SkippedPoint for a point that exceeds a CPU's memory; on a GPU, `forward` raises it."""
         if self.setup.device != "cpu":
             return
         from kvrsim.scenario import dtype_bytes
@@ -122,7 +122,10 @@ class ForwardTimer:
             raise SkippedPoint(f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")
 
     def forward(self, at: Point, *, bare: bool = False, heat: bool = False) -> dict[str, float]:
-        """Seconds of the parts, see LayerParts; bare: mark whole layers only. Raises Skipped if memory runs out."""
+        """Seconds of the parts, see LayerParts; bare: mark whole layers only.
+
+        Raises SkippedPoint if memory runs out.
+        """
         model = self.models[at.kernel]
         geometry = Geometry.of(model)
         parts = LayerParts(model, geometry, bare=bare)

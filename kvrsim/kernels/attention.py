@@ -67,24 +67,35 @@ class AttentionCall(NamedTuple):
     @property
     def keys(self) -> Array:
         """Number of keys in the call."""
-        return self.prefix + self.chunk if self.own else self.prefix
+        if self.own:
+            return self.prefix + self.chunk
+        return self.prefix
 
     @property
     def mean_head_dim(self) -> float:
         """Mean width of keys and values: QK^T takes 2 FLOPs per element of a key, PV 2 per element of a value."""
-        return self.head_dim if self.v_head_dim is None else 0.5 * (self.head_dim + self.v_head_dim)
+        if self.v_head_dim is None:
+            return self.head_dim
+        return 0.5 * (self.head_dim + self.v_head_dim)
 
     @property
     def part(self) -> Part:
-        return _LATENT if self.latent else ATTENTION
+        """The part of a cost that the call belongs to."""
+        if self.latent:
+            return _LATENT
+        return ATTENTION
 
     def measured_s(self, cost: CalibratedCost) -> Array:
         """Seconds at the profile's rates of this kernel, or at its rates of latent attention."""
         traits = cost.traits
         rates: AttentionRates = cost.rates.of(self, traits.kernel)
-        seconds_of = rates.least_seconds if traits.lower_bound else rates.seconds
-        seconds = seconds_of(self, traits.batch, traits.element_bytes)
-        return seconds if cost.compute_scale == 1.0 else cost.compute_scale * seconds
+        if traits.lower_bound:
+            seconds = rates.least_seconds(self, traits.batch, traits.element_bytes)
+        else:
+            seconds = rates.seconds(self, traits.batch, traits.element_bytes)
+        if cost.compute_scale == 1.0:  # saves a product of arrays
+            return seconds
+        return cost.compute_scale * seconds
 
     def roofline_s(self, cost: RooflineCost) -> Array:
         """Seconds of the unmasked FLOPs; if eager, the longer of all FLOPs and the score matrix's traffic."""
@@ -139,7 +150,9 @@ class EagerRates:
         """Seconds of all elements of all heads' score matrices, masked ones included."""
         element_s = 4.0 * call.mean_head_dim / self.flops_per_s
         element_s += call.score_bytes * element_bytes / 2 / self.bytes_per_s
-        factor = 1.0 if self.measured is None else self.measured.factor(self.elements(call, batch))
+        factor: Array | float = 1.0
+        if self.measured is not None:
+            factor = self.measured.factor(self.elements(call, batch))
         return call.chunk * call.keys * (batch * call.num_attention_heads * element_s * factor) + self.start_s
 
     def elements(self, call: AttentionCall, batch: int) -> Array:
@@ -216,12 +229,19 @@ class BlockedRates:
         The bound is the time of the rectangle (of the unmasked scores if masked scores are skipped) at the least factor
         of this or a larger number of queries. It does not hold for a chunk from 0, which has only its causal half.
         """
-        covered = call.causal * min(1.0, self._causal_cost) if self.skips_masked else call.chunk * call.keys
-        factor = 1.0 if self.measured is None else self.measured.least_factor(call.chunk)
-        return self._call_s(call, batch, covered * factor)
+        if self.skips_masked:
+            covered = call.causal * min(1.0, self._causal_cost)
+        else:
+            covered = call.chunk * call.keys
+        if self.measured is not None:
+            covered = covered * self.measured.least_factor(call.chunk)
+        return self._call_s(call, batch, covered)
 
     def _factor(self, queries: Array) -> Array | float:
-        return 1.0 if self.measured is None else self.measured.factor(queries)
+        """Measured over formula time of a call with this number of queries."""
+        if self.measured is None:
+            return 1.0
+        return self.measured.factor(queries)
 
     def _call_s(self, call: AttentionCall, batch: int, covered: Array) -> Array:
         heads = batch * call.num_attention_heads
@@ -232,17 +252,19 @@ class BlockedRates:
     def _weighted_scores(self, call: AttentionCall) -> Array:
         """Scores computed per head; the weight of a score is its time divided by that of a score in the rectangle."""
         if not call.own:
-            whole = call.chunk * call.prefix
-            return whole if self.block_flops_per_s is None else whole / (self.block_flops_per_s * self._rectangle_s)
+            rectangle = call.chunk * call.prefix
+            if self.block_flops_per_s is None:
+                return rectangle
+            return rectangle / (self.block_flops_per_s * self._rectangle_s)
         cost = self._causal_cost
-        own = 0.5 * call.chunk * call.chunk
+        causal_half = 0.5 * call.chunk * call.chunk
         if self.skips_masked:
             # With a window, neither part has more than the unmasked elements.
             behind = np.minimum(call.chunk * call.prefix, call.causal) * max(0.0, 1.0 - cost)
-            dearer = np.minimum(own, call.causal) * max(0.0, cost - 1.0)
+            dearer = np.minimum(causal_half, call.causal) * max(0.0, cost - 1.0)
             return call.causal * min(1.0, cost) + behind + dearer + self._masked_scores(call)
         # A window shorter than the chunk also needs a mask.
-        masked = (call.prefix > 0) | (call.causal < own * (1 - _ROUNDING))
+        masked = (call.prefix > 0) | (call.causal < causal_half * (1 - _ROUNDING))
         return np.where(masked, call.chunk * (call.prefix + call.chunk), cost * self._half(call.chunk))
 
     def _half(self, queries: Array) -> Array:
@@ -256,8 +278,10 @@ class BlockedRates:
     @property
     def _rectangle_s(self) -> float:
         """Seconds per FLOP in the rectangle."""
-        own_s = 1.0 / self.rectangle_flops_per_s
-        return own_s if self.skips_masked else max(own_s, 1.0 / self.causal_flops_per_s)
+        rectangle_s = 1.0 / self.rectangle_flops_per_s
+        if self.skips_masked:
+            return rectangle_s
+        return max(rectangle_s, 1.0 / self.causal_flops_per_s)
 
     @property
     def _causal_cost(self) -> float:
@@ -314,15 +338,21 @@ class FlashRates:
         long as one call of the whole chunk, plus one launch per additional block; therefore a block ignores the limit
         of the datasheet.
         """
-        keys = call.prefix + (0.5 if self.causal else 1.0) * call.chunk
+        keys = call.prefix + self._seen_share * call.chunk
         if self.causal and call.reach is not None:
             keys = np.minimum(keys, call.causal / np.maximum(call.chunk, 1.0))
         queries = call.chunk * (batch * call.num_attention_heads / self.tile_rows)
         tile_s = 0.0 if self.splits_keys else self.tile_s
         slots_s = queries * (tile_s + keys * (self._step_s(call) / self.key_block))
         slots = max(self.concurrent_tiles, self.num_sms / self.alone_share)
-        counted = call._replace(causal=0.0 * call.causal) if call.part_of_chunk else call
-        return self._call_s(counted, batch, element_bytes, slots_s / slots)
+        if call.part_of_chunk:
+            call = call._replace(causal=0.0 * call.causal)
+        return self._call_s(call, batch, element_bytes, slots_s / slots)
+
+    @property
+    def _seen_share(self) -> float:
+        """Mean share of the chunk's own keys that the kernel processes per query."""
+        return 0.5 if self.causal else 1.0
 
     def _step_s(self, call: AttentionCall) -> Any:
         """Seconds of one tile of queries on one block of keys: products or softmax, whichever is longer.
@@ -341,18 +371,23 @@ class FlashRates:
 
     def _scheduled_s(self, call: AttentionCall, batch: int) -> Array:
         """Seconds of all tiles on the slots."""
-        heads = call.num_key_value_heads if self.packs_heads else call.num_attention_heads
-        columns = batch * heads
-        rows = self.tile_rows * heads / call.num_attention_heads
-        tiles_a_column = pieces(call.chunk, rows)
-        tiles = columns * tiles_a_column
+        heads = call.num_attention_heads
+        if self.packs_heads:
+            heads = call.num_key_value_heads
+        columns = batch * heads  # a column is all tiles of a head
+        rows = self.tile_rows * heads / call.num_attention_heads  # tokens per tile
+        tiles_per_column = pieces(call.chunk, rows)
+        tiles = columns * tiles_per_column
         step_s = self._step_s(call)
         slots = self.concurrent_tiles
-        most = first = pieces(call.keys, self.key_block)  # steps of the tile that sees the most keys
+        most = pieces(call.keys, self.key_block)  # steps of the tile that sees the most keys
+        first = most  # steps of a column's first tile, which sees the fewest keys
         if self.causal and call.own:
             first = pieces(call.prefix + np.minimum(rows, call.chunk), self.key_block)
+        # Additional time of the steps in the chunk's own square, in steps of the usual time.
         dear: Array | float = call.own * (self.diagonal_cost - 1.0) / self.key_block
-        dear = dear * call.chunk if dear else 0.0
+        if dear:
+            dear = dear * call.chunk
         mean = 0.5 * (first + most)
         if self.causal and call.reach is not None:  # blocks that no query of the tile sees are skipped
             within = np.ceil((call.reach + 2 * rows) / self.key_block)  # the window's edges may cut blocks
@@ -362,19 +397,21 @@ class FlashRates:
             blocks = (call.causal / np.maximum(call.chunk, 1.0) + 2 * rows) / self.key_block + 1.0
             mean = np.minimum(mean, np.clip(blocks, first, most))
         if np.any(dear):
-            mean = mean + dear * (0.5 if self.causal else 1.0)
+            mean = mean + dear * self._seen_share
         longest_s = (most + dear) * step_s + self.tile_s
-        full_s = busy_s = tiles * (mean * (step_s / slots) + self.tile_s / slots)
+        busy_s = tiles * (mean * (step_s / slots) + self.tile_s / slots)
+        full_s = busy_s
         if self.barrier_share:
             waves = np.ceil(tiles / slots)
             # The longest tiles run first, so each later wave begins with shorter tiles, along the slope of the
             # diagonal.
-            half_fall = (most - first) / np.maximum(tiles_a_column - 1, 1) * (0.5 * step_s * slots / columns)
+            half_fall = (most - first) / np.maximum(tiles_per_column - 1, 1) * (0.5 * step_s * slots / columns)
             full_s = np.maximum(waves * (longest_s - half_fall * (waves - 1)), busy_s)
             if self.barrier_share < 1:
                 full_s = (1 - self.barrier_share) * busy_s + self.barrier_share * full_s
         full_s = np.maximum(full_s, longest_s)
-        if (few := tiles <= self.num_sms).any():
+        few = tiles <= self.num_sms
+        if few.any():
             full_s = np.where(few, self.alone_share * longest_s, full_s)
         if not self.splits_keys:
             return np.asarray(full_s)
@@ -394,8 +431,9 @@ class LatentRates:
 
     def of(self, call: AttentionCall) -> FlashRates:
         """The rates that price a call."""
-        wide = call.head_dim > _WIDEST_EXPANDED
-        return self.absorbed if wide and self.absorbed is not None else self.expanded
+        if self.absorbed is not None and call.head_dim > _WIDEST_EXPANDED:
+            return self.absorbed
+        return self.expanded
 
 
 class MergedCost(MixerCost):
@@ -468,12 +506,16 @@ class MergedCost(MixerCost):
 
     def gathered_prefix(self, chunk: Array, start: Array, total: Array) -> Array:
         """Prefix length of a call on gathered keys: the tokens before the chunk if flash; else all except the chunk."""
-        return start if self.traits.kernel == "flash" else total - chunk
+        if self.traits.kernel == "flash":
+            return start
+        return total - chunk
 
     def _visible_before(self, start: Array, keys: Array, end: Array) -> Array:
         """Number of tokens that a query at `start` sees, of the `keys` tokens before `end`."""
         reach = self.mixer.reach
-        return keys if reach is None else np.clip(reach - (start - end), 0.0, keys)
+        if reach is None:
+            return keys
+        return np.clip(reach - (start - end), 0.0, keys)
 
     def _call(self, chunk: Array, prefix: Array, causal: Array, *, own: bool = True) -> AttentionCall:
         return AttentionCall(chunk=chunk, prefix=prefix, causal=causal, own=own, **self._sizes)
@@ -500,8 +542,10 @@ class SoftmaxCost(MergedCost):
         self._repeats = self._is_eager and not self.traits.whole_attention and shares
         call = self._call(_NOT_COUNTED, _NOT_COUNTED, _NOT_COUNTED)
         cost = setting.cost
-        rates = cost.rates.of(call, self.traits.kernel) if isinstance(cost, CalibratedCost) else None
-        all_keys_alike = isinstance(rates, EagerRates) and rates.measured is None
+        all_keys_alike = False
+        if isinstance(cost, CalibratedCost):
+            rates = cost.rates.of(call, self.traits.kernel)
+            all_keys_alike = isinstance(rates, EagerRates) and rates.measured is None
         # Whether the seconds of a block are linear in the keys before it.
         self._is_linear = mixer.reach is None and (self.traits.lower_bound or all_keys_alike)
 
@@ -512,7 +556,9 @@ class SoftmaxCost(MergedCost):
 
     @property
     def block_kernels(self) -> int:
-        return eager_kernels(self.setting.model, self.mixer, repeats=self._repeats) if self._is_eager else 1
+        if self._is_eager:
+            return eager_kernels(self.setting.model, self.mixer, repeats=self._repeats)
+        return 1
 
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
         """Seconds of attention of the chunk's queries to prefix and chunk; eager code also repeats shared KV heads."""
@@ -537,15 +583,17 @@ class SoftmaxCost(MergedCost):
             return whole_s[None]
         ones = (1,) * np.ndim(whole_s)
         calls = np.array(counts, dtype=float).reshape(-1, *ones)
-        queries = chunk / calls if len(counts) == 1 else np.repeat(chunk / calls, lengths, axis=0)
+        queries = chunk / calls
+        if len(counts) > 1:
+            queries = np.repeat(queries, lengths, axis=0)
         before = prefix + np.concatenate(numbers).reshape(-1, *ones) * queries
         queries = np.broadcast_to(queries, before.shape)
         blocks = self._call(queries, self.visible(before), self._causal(queries, before))
-        each_s = self.cost.call_s(blocks._replace(part_of_chunk=True))
+        blocks_s = self.cost.call_s(blocks._replace(part_of_chunk=True))
         if len(counts) == 1:
-            seconds = each_s.sum(axis=0, keepdims=True)
+            seconds = blocks_s.sum(axis=0, keepdims=True)
         else:
-            seconds = np.add.reduceat(each_s, np.cumsum([0, *lengths[:-1]]), axis=0)
+            seconds = np.add.reduceat(blocks_s, np.cumsum([0, *lengths[:-1]]), axis=0)
         joined = Traffic("copy", 4.0 * mixer.num_attention_heads * mixer.v_head_dim, 1)
         seconds = seconds * (calls / np.reshape(lengths, calls.shape)) + self.cost.traffic_s(chunk, (joined,))
         if self._repeats:
@@ -553,7 +601,9 @@ class SoftmaxCost(MergedCost):
         elif not self._is_eager and self.traits.lower_bound:
             seconds = np.minimum(seconds, self.attention_s(prefix + chunk, 0.0 * prefix))
         elif not self._is_eager:
-            begins = (prefix == 0) & (chunk <= (np.inf if mixer.reach is None else mixer.reach))
+            begins = prefix == 0
+            if mixer.reach is not None:
+                begins = begins & (chunk <= mixer.reach)
             seconds = np.where(begins, whole_s, seconds)
         return np.where(calls == 1, whole_s, seconds)
 
@@ -561,15 +611,17 @@ class SoftmaxCost(MergedCost):
         """Seconds of one token in a kernel that splits the keys over the device and reads K and V once."""
         keys = self.visible(keys)
         bytes_s = self.cost.traffic_s(keys, (Traffic("copy", self._half_token_bytes, 1),))
-        one = np.ones_like(keys)
-        return np.minimum(bytes_s, self._call_s(self._call(one, keys - one, keys)))
+        token = np.ones_like(keys)
+        return np.minimum(bytes_s, self._call_s(self._call(token, keys - token, keys)))
 
     def keys_s(self, chunk: Array, keys: Array) -> Array:
         return self._call_s(self._call(chunk, keys, chunk * keys, own=False))
 
     def _call_s(self, call: AttentionCall) -> Array:
         seconds = self.cost.call_s(call)
-        return seconds + self._repeat_s(call.keys) if self._repeats else seconds
+        if self._repeats:
+            seconds = seconds + self._repeat_s(call.keys)
+        return seconds
 
     def _repeat_s(self, keys: Array) -> Array:
         """Seconds to repeat K and V of `keys` tokens for each query head that shares them."""
@@ -599,9 +651,9 @@ def _in_window(tokens: Array, window: int) -> Array:
 
 def _in_chunks(tokens: Array, size: int) -> Array:
     """Unmasked score elements of the first `tokens` queries when each sees only its own chunk of `size` tokens."""
-    whole = np.floor(tokens / size)
-    rest = tokens - whole * size
-    return np.asarray(0.5 * (whole * size * size + rest * rest))
+    full_chunks = np.floor(tokens / size)
+    rest = tokens - full_chunks * size
+    return np.asarray(0.5 * (full_chunks * size * size + rest * rest))
 
 
 def absorbing(mixer: LatentAttention) -> tuple[Product, ...]:
@@ -648,7 +700,9 @@ class LatentCost(MergedCost):
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
         """Seconds of the prefix's expansion and of all heads' attention; the lower bound omits the expansion."""
         attention_s = self.cost.call_s(self._call(chunk, prefix, chunk * (prefix + 0.5 * chunk)))
-        return attention_s if self.traits.lower_bound else self.expand_s(prefix) + attention_s
+        if self.traits.lower_bound:
+            return attention_s
+        return self.expand_s(prefix) + attention_s
 
     def absorbed_s(self, chunk: Array, prefix: Array) -> Array:
         """Seconds of the absorbed form: all heads attend to the latents."""
@@ -657,8 +711,8 @@ class LatentCost(MergedCost):
     def decode_s(self, keys: Array) -> Array:
         """Seconds of one token in the absorbed form; the latents are read once."""
         bytes_s = self.cost.traffic_s(keys, (Traffic("copy", self._half_token_bytes, 1),))
-        one = np.ones_like(keys)
-        return self._absorb(one) + np.minimum(bytes_s, self._to_latents_s(one, keys - one))
+        token = np.ones_like(keys)
+        return self._absorb(token) + np.minimum(bytes_s, self._to_latents_s(token, keys - token))
 
     def keys_s(self, chunk: Array, keys: Array) -> Array:
         """Seconds to expand the keys' latents, and of attention."""

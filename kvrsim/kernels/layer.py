@@ -12,7 +12,7 @@ from kvrsim.kernels.attention import LatentCost, MergedCost, SoftmaxCost
 from kvrsim.kernels.cost import CalibratedCost
 from kvrsim.kernels.elementwise import Traffic, after_mixer, before_mixer
 from kvrsim.kernels.experts import RoutedExperts
-from kvrsim.kernels.gemm import launches, products_of
+from kvrsim.kernels.gemm import Product, launches, products_of
 from kvrsim.kernels.mixer import LayerSetting, MixerCost
 from kvrsim.kernels.recurrence import RecurrentCost
 from kvrsim.kernels.sparse import SparseCost
@@ -42,13 +42,30 @@ def mixer_cost(mixer: Mixer, setting: LayerSetting) -> MixerCost:
         return RecurrentCost(setting, mixer)
     if isinstance(mixer, CompressedAttention) or mixer.is_sparse:
         return SparseCost(setting, mixer)
-    return SoftmaxCost(setting, mixer) if isinstance(mixer, Attention) else LatentCost(setting, mixer)
+    if isinstance(mixer, Attention):
+        return SoftmaxCost(setting, mixer)
+    return LatentCost(setting, mixer)
 
 
 def mlp_width(mlp: Sequence[Gemm]) -> int:
     """Features inside an MLP: the input width of the last matrix that returns to the width of the MLP's input."""
     back = (gemm.in_features for gemm in reversed(mlp) if gemm.out_features == mlp[0].in_features)
     return next(back, 0)
+
+
+def _products_after_mixer(layer: LayerSpec, dense: Sequence[Gemm], *, fused: bool) -> tuple[Product, ...]:
+    """Products of the output projection, the router, the shared MLP and the dense MLP; those of one input may fuse."""
+    groups: list[Sequence[Gemm]] = []
+    if layer.mixer is not None:
+        groups.extend((gemm,) for gemm in layer.mixer.output)
+    if layer.router:
+        groups.append((layer.router,))
+    groups.append(layer.shared_mlp)
+    groups.append(dense)
+    products: list[Product] = []
+    for same_input in groups:
+        products.extend(products_of(same_input, fused=fused))
+    return tuple(products)
 
 
 class LayerCosts:
@@ -58,29 +75,36 @@ class LayerCosts:
         self.setting = setting
         self.layer = layer
         self.cost = setting.cost
-        self._mixer = None if layer.mixer is None else mixer_cost(layer.mixer, setting)
-        self.experts = RoutedExperts(layer, setting.cost, setting.placement) if layer.num_experts else None
         model = setting.model
         traits = setting.cost.traits
         # Cos and sin are repeated for every head, and the host waits for the device each time.
         self._repeats_rotary = traits.repeats_rotary and model.model_type == "falcon" and model.rotary
         before = before_mixer(model, layer, fused=traits.fused, repeats_rotary=self._repeats_rotary)
-        projections = () if self._mixer is None else products_of(self._mixer.projections, fused=traits.fused)
-        dense = () if layer.num_experts else layer.mlp
+
+        self._mixer: MixerCost | None = None
+        projections: tuple[Product, ...] = ()
+        mixer_kernels: float = 0
+        if layer.mixer is not None:
+            self._mixer = mixer_cost(layer.mixer, setting)
+            projections = products_of(self._mixer.projections, fused=traits.fused)
+            mixer_kernels = self._mixer.kernels
+
+        self.experts: RoutedExperts | None = None
+        dense = layer.mlp
+        expert_kernels: float = 0
+        if layer.num_experts:
+            self.experts = RoutedExperts(layer, setting.cost, setting.placement)
+            dense = ()
+            expert_kernels = self.experts.kernels
+
         width = mlp_width(dense) + mlp_width(layer.shared_mlp)
         after = after_mixer(model, layer, fused=traits.fused, intermediate=width, reshapes=not traits.whole_attention)
-        output = () if layer.mixer is None else layer.mixer.output
-        gemms = [*((gemm,) for gemm in output), (layer.router,) if layer.router else (), layer.shared_mlp, dense]
-        products = tuple(product for same_input in gemms for product in products_of(same_input, fused=traits.fused))
+        products = _products_after_mixer(layer, dense, fused=traits.fused)
         self._before = self.cost.row_cost(projections, before)
         self._after = self.cost.row_cost(products, after)
-        self.kernels = LayerKernels(
-            launches(projections, fused=traits.fused) + sum(step.kernels for step in before),
-            0 if self._mixer is None else self._mixer.kernels,
-            launches(products, fused=traits.fused)
-            + sum(step.kernels for step in after)
-            + (0 if self.experts is None else self.experts.kernels),
-        )
+        before_kernels = launches(projections, fused=traits.fused) + sum(step.kernels for step in before)
+        after_kernels = launches(products, fused=traits.fused) + sum(step.kernels for step in after)
+        self.kernels = LayerKernels(before_kernels, mixer_kernels, after_kernels + expert_kernels)
         self.has_mixer = self._mixer is not None  # whether the layer has a mixer, in which tokens see each other
         self.has_state = isinstance(layer.mixer, Recurrence)  # whether a token needs the state after all earlier tokens
         # Number of all-reduces in a group of GPUs: one per block, or one if the blocks run in parallel.
@@ -113,8 +137,12 @@ class LayerCosts:
         seconds = self._before(chunk)
         if self._repeats_rotary:
             seconds = seconds + self.setting.host.resume_s
-        local_s = None if self._mixer is None else self._mixer.local_op_s(chunk)
-        return seconds if local_s is None else seconds + local_s
+        if self._mixer is None:
+            return seconds
+        local_s = self._mixer.local_op_s(chunk)
+        if local_s is None:
+            return seconds
+        return seconds + local_s
 
     def all_to_all_pack_s(self, tokens: Array, features: int) -> Array:
         """Seconds to read and write `features` features per token once, at the rate of copies."""
@@ -156,7 +184,9 @@ class LayerCosts:
 
     def decode_attention_s(self, keys: Array) -> Array:
         """Seconds of one token's attention to `keys` tokens, itself included."""
-        return np.zeros_like(keys) if self._mixer is None else self._mixer.decode_s(keys)
+        if self._mixer is None:
+            return np.zeros_like(keys)
+        return self._mixer.decode_s(keys)
 
     # -- after token mixing
     def output_mlp_s(self, chunk: Array) -> Array:
@@ -178,7 +208,9 @@ class LayerCosts:
         if self._mixer is None:
             return np.zeros_like(end)
         cached = self.setting.cached_prefix
-        return self._mixer.needed_bytes(end - cached if cached else end)
+        if cached:
+            end = end - cached
+        return self._mixer.needed_bytes(end)
 
     @property
     def prefix_bytes(self) -> Array:

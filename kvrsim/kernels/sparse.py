@@ -10,6 +10,7 @@ Each step is a kernel. Its time is constant until its queries fill the device, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,7 +62,10 @@ class SparseCall(NamedTuple):
     def kernel_keys(self) -> Array:
         """Keys that the kernel processes per query: the same number for all, padded where a query sees fewer."""
         window = np.minimum(self.window, self.prefix + self.chunk)
-        return window + (self.keys if self.top_k is None else np.minimum(self.top_k, self.keys))
+        chosen = self.keys
+        if self.top_k is not None:
+            chosen = np.minimum(self.top_k, chosen)
+        return window + chosen
 
     @property
     def chooses(self) -> Array:
@@ -104,7 +108,8 @@ class SparseCall(NamedTuple):
         kernels: SparseKernels | None = rates.of(self, cost.traits.kernel)
         if kernels is not None:
             return cost.compute_scale * kernels.seconds(self, batch, least=cost.traits.lower_bound)
-        score_rates, _ = rates.gemm_of("fp8" if self.block == 1 else None, 2)
+        score_format = "fp8" if self.block == 1 else None
+        score_rates, _ = rates.gemm_of(score_format, 2)
         flops_s = self.score_flops / score_rates.flops_per_s + self.attention_flops / rates.gemm.flops_per_s
         scores = self.chunk * self.mean_keys * self.chooses
         start_s = rates.elementwise.start_s * (1.0 + 2.0 * self.chooses)
@@ -113,7 +118,9 @@ class SparseCall(NamedTuple):
 
     def roofline_s(self, cost: RooflineCost) -> Array:
         """Seconds of FLOPs: of scores, in FP8 where single keys are chosen, and of attention to at most top_k keys."""
-        score_flops_per_s = cost.low_flops_per_s if self.block == 1 else cost.flops_per_s
+        score_flops_per_s = cost.flops_per_s
+        if self.block == 1:
+            score_flops_per_s = cost.low_flops_per_s
         score_s = self.score_flops / score_flops_per_s
         attention_s = self.least_attention_flops / cost.flops_per_s
         return np.asarray(cost.traits.batch * (score_s + attention_s))
@@ -134,7 +141,8 @@ class ScoreRates:
 
     def seconds(self, queries: Array, keys: Array, heads: Array, head_dim: int, *, least: bool = False) -> Array:
         """Seconds for a mean of `keys` keys per query; `least`: assumes that any number of queries fills the device."""
-        rows = np.maximum(queries * heads, 0.0 if least else self.full_heads)
+        least_rows = 0.0 if least else self.full_heads
+        rows = np.maximum(queries * heads, least_rows)
         return self.start_s + rows * keys * (2.0 * head_dim / self.flops_per_s)
 
 
@@ -150,7 +158,8 @@ class AttendRates:
 
     def seconds(self, queries: Array, keys: Array, heads: Array, width: int, *, least: bool = False) -> Array:
         """Seconds of attention; `width`: sum of the widths of a key and its value."""
-        rows = np.maximum(queries, 0.0 if least else self.full_queries) * np.maximum(heads, self.least_heads)
+        least_queries = 0.0 if least else self.full_queries
+        rows = np.maximum(queries, least_queries) * np.maximum(heads, self.least_heads)
         return self.start_s + rows * (keys + self.query_keys) * (2.0 * width / self.flops_per_s)
 
 
@@ -187,8 +196,12 @@ class SparseRates:
 
     def of(self, call: SparseCall) -> SparseKernels | None:
         """Kernels that price a call; None if kernels of this kind were not measured."""
-        entries = call.compress_ratio > 1 or call.window > 0
-        return self.blocks if call.block > 1 else (self.entries or self.keys) if entries else self.keys
+        if call.block > 1:
+            return self.blocks
+        chooses_entries = call.compress_ratio > 1 or call.window > 0
+        if chooses_entries and self.entries is not None:
+            return self.entries
+        return self.keys
 
 
 def sparse_call(mixer: SparseMixer, chunk: Array, prefix: Array) -> SparseCall:
@@ -203,21 +216,36 @@ def sparse_call(mixer: SparseMixer, chunk: Array, prefix: Array) -> SparseCall:
     else:
         head_dim = mixer.head_dim
         v_head_dim = mixer.v_head_dim
-    ratio = mixer.compress_ratio if isinstance(mixer, CompressedAttention) else 1
-    top_k = None if indexer is None else indexer.top_k
-    scores = indexer if indexer is not None and not indexer.shared else None
+    ratio = 1
+    window = 0
+    if isinstance(mixer, CompressedAttention):
+        ratio = mixer.compress_ratio
+        window = mixer.sliding_window
+    top_k = None
+    block = 1
+    index_heads = 0
+    index_head_dim = 0
+    if indexer is not None:
+        top_k = indexer.top_k
+        block = indexer.block
+        if not indexer.shared:
+            index_heads = indexer.num_heads
+            index_head_dim = indexer.head_dim
+    if ratio == 0:  # every query attends only to the window
+        ratio = 1
+        top_k = 0
     return SparseCall(
         chunk=chunk,
         prefix=prefix,
         num_attention_heads=mixer.num_attention_heads,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
-        top_k=top_k if ratio else 0,  # 0: only the window
-        window=mixer.sliding_window if isinstance(mixer, CompressedAttention) else 0,
-        compress_ratio=ratio or 1,
-        block=1 if indexer is None else indexer.block,
-        index_heads=0 if scores is None else scores.num_heads,
-        index_head_dim=0 if scores is None else scores.head_dim,
+        top_k=top_k,
+        window=window,
+        compress_ratio=ratio,
+        block=block,
+        index_heads=index_heads,
+        index_head_dim=index_head_dim,
     )
 
 
@@ -231,27 +259,39 @@ class SparseCost(MixerCost):
 
     def __init__(self, setting: LayerSetting, mixer: SparseMixer) -> None:
         super().__init__(setting, mixer)
-        self._absorb = self.cost.row_cost(absorbing(mixer), ()) if isinstance(mixer, LatentAttention) else None
+        self._absorb: Callable[[Array], Array] | None = None  # the products that absorb the expansion of latents
+        if isinstance(mixer, LatentAttention):
+            self._absorb = self.cost.row_cost(absorbing(mixer), ())
 
     @property
     def projections(self) -> tuple[Gemm, ...]:
         """Projections of the mixer and of its indexer."""
         indexer = self.mixer.indexer
-        return (*self.mixer.projections, *(() if indexer is None else indexer.projections))
+        if indexer is None:
+            return self.mixer.projections
+        return (*self.mixer.projections, *indexer.projections)
 
     @property
     def kernels(self) -> int:
         """Number of kernels: scores and choice, attention, the absorbed products, and the copy into the cache."""
+        kernels = 1
         indexer = self.mixer.indexer
-        extra = 0 if indexer is None or indexer.shared else 2
-        return extra + 1 + 2 * (self._absorb is not None) + (self.traits.copies.own > 0)
+        if indexer is not None and not indexer.shared:
+            kernels += 2
+        if self._absorb is not None:
+            kernels += 2
+        if self.traits.copies.own > 0:
+            kernels += 1
+        return kernels
 
     def attention_s(self, chunk: Array, prefix: Array) -> Array:
         """Seconds of scores, choice and attention of the chunk."""
         seconds = self.cost.call_s(sparse_call(self.mixer, chunk, prefix))
-        return seconds if self._absorb is None else seconds + self._absorb(chunk)
+        if self._absorb is None:
+            return seconds
+        return seconds + self._absorb(chunk)
 
     def decode_s(self, keys: Array) -> Array:
         """Seconds of a decode step, as a chunk of one token."""
-        one = np.ones_like(keys)
-        return self.attention_s(one, keys - one)
+        token = np.ones_like(keys)
+        return self.attention_s(token, keys - token)

@@ -3,7 +3,7 @@
 kvrsim/data/types has a template per type: the sizes of its layers are expressions in the keys of a configuration, such
 as num_attention_heads * head_dim. calibrate/catalogue.py writes them from transformers' classes. `fill` evaluates them
 with the numbers of a config.json, without torch. kvrsim/data/remote_types.json has the types that are read as another
-type with the same layers: `translated` renames their keys, `adapted` adds their own parts to the model.
+type with the same layers: `translate` renames their keys, `adapt` adds their own parts to the model.
 """
 
 from __future__ import annotations
