@@ -144,7 +144,7 @@ def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
         return ()  # the constructor of Cluster checks the number
     if named and cluster.topology == "switch":
         accepted = f"at most {cluster.num_gpus}, the GPUs on the switch of {cluster.name}"
-        raise InputError("gpus", gpus, f"{accepted}; more of them: `cluster` {_larger_size(cluster, gpus)}, or a file")
+        raise InputError("gpus", gpus, f"{accepted}; more of them: `cluster` {larger_size(cluster, gpus)}, or a file")
     longer = {
         "nodes": "more nodes alike",
         "switch": "a larger switch",
@@ -155,7 +155,7 @@ def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
     return (note("size", cluster=cluster.name, has=has, gpus=gpus, longer=longer[cluster.topology]),)
 
 
-def _larger_size(cluster: Cluster, gpus: int) -> str:
+def larger_size(cluster: Cluster, gpus: int) -> str:
     """The size of a cluster of the same GPUs that has at least `gpus`, such as 2x8xh100."""
     node = cluster_of(cluster.gpu.name) or cluster
     if gpus <= node.num_gpus:

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from kvrsim.builder import larger_size
 from kvrsim.errors import InputError
+from kvrsim.hardware import load_cluster
 from kvrsim.results.results import Remedy, Shortfall
 from kvrsim.scenario import Scenario
 from planner.candidates import Candidate, Search, all_for, distinct, least_bytes, rare_for
@@ -50,20 +52,27 @@ def _peak(one: Candidate) -> int:
 def _more_gpus(scenario: Scenario, cluster_gpus: int) -> tuple[tuple[Remedy, ...], int]:
     """The remedy with the fewest GPUs that were tried, and the most GPUs that were tried.
 
-    A switch has as many ports as its cluster has GPUs; other clusters grow.
+    A switch has as many ports as its cluster has GPUs: more GPUs need a larger cluster. Other clusters grow.
     """
-    has = cluster_gpus if scenario.cluster.topology == "switch" else math.inf
     tried = scenario.num_gpus
     while 2 * tried <= _MOST_GPUS:
         try:
-            larger = scenario.on_gpus(2 * tried)
-        except InputError:  # exceeds the limit of a cluster
+            larger, change = _on_more_gpus(scenario, 2 * tried, cluster_gpus)
+        except InputError:  # exceeds the limit of a cluster, or no built-in cluster has these GPUs
             break
         tried = larger.num_gpus
-        change = f"--gpus {tried}" if tried <= has else f"a cluster of {tried} GPUs,"
         if remedies := _first_that_fits(larger, (), change):
             return remedies, tried
     return (), tried
+
+
+def _on_more_gpus(scenario: Scenario, num_gpus: int, cluster_gpus: int) -> tuple[Scenario, str]:
+    """The scenario on more GPUs, and the options that say so; raises InputError if there is no such cluster."""
+    if scenario.cluster.topology != "switch" or num_gpus <= cluster_gpus:
+        return scenario.on_gpus(num_gpus), f"--gpus {num_gpus}"
+    size = larger_size(scenario.cluster, num_gpus)
+    cluster = replace(load_cluster(size), num_gpus=num_gpus)
+    return replace(scenario, cluster=cluster), f"--cluster {size} --gpus {num_gpus}"
 
 
 def _smaller_weights(scenario: Scenario) -> tuple[Remedy, ...]:

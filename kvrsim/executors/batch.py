@@ -560,12 +560,16 @@ class _Evaluation:
         size = len(ranks)
         by_shift = [self.links.edges(ranks, shift) for shift in range(1, size)]
         # Messages of equal size are one row, repeated without a copy.
-        nbytes = [op.nbytes if op.nbytes.strides[0] else op.nbytes[:1] for op in ops]
-        busy_s = {path: list(map(path.busy_s, nbytes)) for path in {path for edges in by_shift for path in edges.rows}}
+        rows = [op.nbytes if op.nbytes.strides[0] else op.nbytes[:1] for op in ops]
+        nbytes = np.stack(np.broadcast_arrays(*rows))  # by rank and shift
+        busy_s = {path: path.busy_s(nbytes) for path in {path for edges in by_shift for path in edges.rows}}
         each = []  # by shift: edges, seconds on the links, latencies
         for index, edges in enumerate(by_shift):
-            of_rank = {rank: busy_s[path][rank] for path, rows in edges.rows.items() for rank in rows}
-            sent_s = self._stack([of_rank[rank][min(index, len(nbytes[rank]) - 1)] for rank in ranks])
+            row = min(index, nbytes.shape[1] - 1)
+            seconds = np.empty((size, *nbytes.shape[2:]))
+            for path, positions in edges.rows.items():
+                seconds[positions] = busy_s[path][positions, row]
+            sent_s = seconds if self.axis is None else np.expand_dims(seconds, self.axis)
             each.append((edges, sent_s, edges.values("latency_s", sent_s)))
 
         def run() -> None:

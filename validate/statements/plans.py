@@ -24,7 +24,7 @@ from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.candidates import Candidate, per_rank_scenario
 from validate.statements.arithmetic import MemoryLoad, sizes_of
 from validate.statements.claims import Claim, Options, arguments_of, with_change
-from validate.statements.questions import GPUS, LARGE, NODE
+from validate.statements.questions import LARGE
 
 NEAR = 1.02  # factor within which two TTFTs count as equal
 _EQUAL = 1e-6  # relative difference of a TTFT that is simulated again
@@ -218,12 +218,7 @@ def _shortfall(case: PlannedCase) -> Iterator[Claim]:
     )
     for remedy in shortfall["would_fit"]:
         change = remedy["change"]
-        if "cluster of" in change:
-            changed = {**case.options, "cluster": _larger(case.options["cluster"], remedy["num_gpus"])}
-            changed.pop("gpus", None)
-            changed["strategies"] = remedy["strategy"]
-        else:
-            changed = with_change({**case.options, "strategies": remedy["strategy"]}, shlex.split(change))
+        changed = with_change({**case.options, "strategies": remedy["strategy"]}, shlex.split(change))
         try:
             again = kvrsim.plan(**arguments_of(changed))
         except InputError as error:
@@ -231,14 +226,6 @@ def _shortfall(case: PlannedCase) -> Iterator[Claim]:
             continue
         found = "it fits" if again.feasible else again.misfit
         yield Claim(kind="nothing fits", said=f"would fit: {change}", found=found, holds=again.feasible)
-
-
-def _larger(cluster: str, num_gpus: int) -> str:
-    """The name of a cluster of the same GPUs and nodes, with this number of GPUs."""
-    gpu = next(gpu for gpu in GPUS if cluster.endswith(gpu))
-    if cluster.count("x") - gpu.count("x") == 1:
-        return f"{num_gpus}x{gpu}"
-    return f"{num_gpus // NODE}x{NODE}x{gpu}"
 
 
 def _could_fit(case: PlannedCase, name: str) -> bool:

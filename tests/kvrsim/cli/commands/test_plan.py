@@ -110,6 +110,16 @@ def test_where_nothing_fits_it_says_what_would(capsys: pytest.CaptureFixture[str
     assert TIED not in out
 
 
+def test_more_gpus_than_a_switch_has_are_a_larger_cluster(capsys: pytest.CaptureFixture[str]) -> None:
+    """The remedy's options name a cluster that exists, and the plan with them fits."""
+    question = ("plan", "--model", "falcon-180b", "--cluster", "2xh20", "--ctx", "5000")
+    remedies = answer(capsys, *question, code=1)["shortfall"]["would_fit"]
+    larger = next(remedy for remedy in remedies if remedy["num_gpus"] > 2)
+    again = answer(capsys, *question, *larger["change"].split())
+    assert again["num_gpus"] == larger["num_gpus"] == 4
+    assert again["strategies"][0]["fits"]
+
+
 def test_the_best_of_nothing_is_an_error_that_says_what_is_missing() -> None:
     plan = kvrsim.plan(ctx="64k", gpus=2, model="llama-3-70b", cluster="h100-nvlink", strategies=["tp", "tsp"])
     with pytest.raises(kvrsim.NothingFits, match="nothing fits on 2 GPUs") as error:
