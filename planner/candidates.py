@@ -52,14 +52,17 @@ ROUGH = "rough"  # name of the method if the pieces were not searched
 _MOST_GAIN = {"search": 0.1, "searched-pieces": 0.15}  # largest share of TTFT that a search is assumed to gain
 _MOST_GAIN_OF_CHAIN = 0.001  # largest assumed gain of a search over a chain's analytical plan with a proven bound
 CHUNKED = "pp1"  # chunked prefill: one stage that takes the context in steps
-# Modelled CPU seconds of one core of 2026, from plans of 8 to 1024 GPUs; each within a factor of three.
+# Modelled CPU seconds of one core of 2026, fitted by hand to plans of 8 to 1024 GPUs. benchmarks/defaults.py measures
+# the CPU time of whole plans that follows from them.
 _SECONDS_A_MESSAGE = 1.5e-4  # a message on a bus, where each one is simulated
 _SECONDS_A_LINK = 1e-3  # a message of a chain on a bus, with the plan of its chunks
 _SECONDS_A_PAIR = 5e-6  # a message between any two ranks
 _SECONDS_A_ROUND = 4e-8  # a rank's part in a round of a ring or of an all-gather
+_SECONDS_AN_EXCHANGE = 1.4e-5  # a pair of ranks that exchange tokens for their experts
 _SECONDS_A_STAGE = 5e-4  # a rank of a pipeline
+_SECONDS_A_PIPELINE_STEP = 1e-4  # a step of all stages, for all partitions of a round
 _SECONDS_A_STEP = 1e-5  # a layer of a piece, in a pipeline that loads a cached prefix
-_SEVERAL_KINDS = 5.0  # factor on the seconds of a pipeline whose layers differ
+_SEVERAL_KINDS = 15.0  # factor on the seconds of a pipeline whose layers differ
 _SECONDS_A_LAYER = 1.3e-4  # a rank's layer, if layers differ
 _TOO_LONG = "one simulation takes longer than --search-budget allows"
 _RARE = "rarely the fastest; --strategies NAME tries them"
@@ -595,16 +598,20 @@ def _work(per_rank: Scenario, strategy: Strategy, pieces: int) -> _Work:
         messages = layers * ranks * (1 if strategy.chains else ranks)
         seconds = _SECONDS_A_LINK if strategy.chains else _SECONDS_A_MESSAGE
         return _Work(seconds * messages, 3e-7 * messages)
-    if strategy.pipeline is not None:  # 0.1 ms per step of all stages, for all partitions of a round
+    if strategy.pipeline is not None:
         if per_rank.prefix_access_plan.source is not None:  # loads of a cached prefix: one program per layout
             return _Work(_SECONDS_A_STAGE * ranks, _SECONDS_A_STEP * layers * (pieces + ranks))
-        partition_s = 1e-4 * (pieces + ranks) / min(max(4096 // pieces, 48), 192)
+        partition_s = _SECONDS_A_PIPELINE_STEP * (pieces + ranks) / min(max(4096 // pieces, 48), 192)
         if len(per_rank.share.layer_kinds) > 1:
             partition_s *= _SEVERAL_KINDS
         return _Work(_SECONDS_A_STAGE * ranks, partition_s)
     if strategy.partition_rule != "search":
         kinds = len(per_rank.share.layer_kinds)
-        return _Work(_SECONDS_A_ROUND * (min(layers, _EQUAL_LAYERS) if kinds == 1 else layers) * ranks * ranks, 0.0)
+        rounds = min(layers, _EQUAL_LAYERS) if kinds == 1 else layers
+        pair_s = _SECONDS_A_ROUND * rounds
+        if not per_rank.chain_is_proven:
+            pair_s += _SECONDS_AN_EXCHANGE
+        return _Work(pair_s * ranks * ranks, 0.0)
     if strategy.near_chain and not strategy.chains:
         return _Work(_SECONDS_A_PAIR * layers * ranks * ranks, 2e-8 * layers * ranks * ranks)
     if not per_rank.chain_is_proven:
@@ -613,10 +620,16 @@ def _work(per_rank: Scenario, strategy: Strategy, pieces: int) -> _Work:
 
 
 def _first_s(scenario: Scenario, strategy: Strategy) -> float:
-    """Modelled CPU seconds of the first simulation of a strategy."""
+    """Modelled CPU seconds of the first simulation of a strategy; of a pipeline, of all its numbers of even pieces."""
     per_rank = per_rank_scenario(scenario, strategy)
-    pieces = min(per_rank.request.new_tokens, per_rank.cluster.num_gpus)
-    return sum(_work(per_rank, strategy, pieces))
+    ranks = per_rank.cluster.num_gpus
+    pieces = min(per_rank.request.new_tokens, ranks)
+    work = _work(per_rank, strategy, pieces)
+    if strategy.pipeline is None or per_rank.cluster.shares_bandwidth:
+        return sum(work)
+    steps = 2 * pieces + ranks * pieces.bit_length()  # of all numbers of pieces: 1, 2, 4, ...
+    kinds = _SEVERAL_KINDS if len(per_rank.share.layer_kinds) > 1 else 1.0
+    return max(sum(work), _SECONDS_A_PIPELINE_STEP * kinds * steps)
 
 
 def _could_fit(scenario: Scenario, strategy: Strategy) -> bool:
