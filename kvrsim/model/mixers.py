@@ -57,9 +57,12 @@ class _Mixer:
     @property
     def matrices(self) -> tuple[Gemm, ...]:
         """All weight matrices."""
-        indexer = self.indexer.projections if self.indexer else ()
-        expand = (self.expand,) if isinstance(self, LatentAttention) else ()
-        return (*self.projections, *indexer, *expand, *self.output)
+        matrices = [*self.projections]
+        if self.indexer is not None:
+            matrices.extend(self.indexer.projections)
+        if isinstance(self, LatentAttention):
+            matrices.append(self.expand)
+        return (*matrices, *self.output)
 
     @property
     def reach(self) -> int | None:
@@ -69,7 +72,9 @@ class _Mixer:
     @property
     def index_key_bytes(self) -> int:
         """Bytes of one token's index key; 0 without an indexer or if the indexer uses an earlier layer's choice."""
-        return 0 if self.indexer is None or self.indexer.shared else self.indexer.key_bytes
+        if self.indexer is None or self.indexer.shared:
+            return 0
+        return self.indexer.key_bytes
 
     def token_bytes(self, element_bytes: float) -> float:
         """Bytes that one more token adds to a long cache; `element_bytes` is the size of a cached element."""
@@ -118,20 +123,27 @@ class Attention(_Mixer):
             return f"sparse attention, {self.indexer.top_k} keys"
         if self.attention_chunk is not None:
             return f"attention in chunks of {self.attention_chunk}"
-        return "full attention" if self.sliding_window is None else f"window of {self.sliding_window}"
+        if self.sliding_window is not None:
+            return f"window of {self.sliding_window}"
+        return "full attention"
 
     @property
     def reach(self) -> int | None:
-        return self.sliding_window if self.attention_chunk is None else self.attention_chunk
+        if self.attention_chunk is not None:
+            return self.attention_chunk
+        return self.sliding_window
 
     def token_bytes(self, element_bytes: float) -> float:
-        elements = 0 if self.shared else self.num_key_value_heads * (self.head_dim + self.v_head_dim)
+        elements = self.num_key_value_heads * (self.head_dim + self.v_head_dim)
+        if self.shared:
+            elements = 0
         return elements * element_bytes + self.index_key_bytes
 
     def needed_bytes(self, tokens: Tokens, element_bytes: float) -> Tokens:
         """Bytes of the cache that later tokens need; with a window, those of its last tokens."""
-        reach = self.reach
-        return self.cache_bytes(tokens if reach is None else np.minimum(tokens, reach), element_bytes)
+        if self.reach is not None:
+            tokens = np.minimum(tokens, self.reach)
+        return self.cache_bytes(tokens, element_bytes)
 
     def share(self, size: int) -> Attention:
         """The mixer on one of `size` GPUs: a share of the heads; a KV head may be on several (Shoeybi et al., 2019).
@@ -175,7 +187,9 @@ class LatentAttention(_Mixer):
     @property
     def title(self) -> str:
         """Short name for tables."""
-        return "latent attention" if self.indexer is None else f"sparse latent attention, {self.indexer.top_k} keys"
+        if self.indexer is None:
+            return "latent attention"
+        return f"sparse latent attention, {self.indexer.top_k} keys"
 
     @property
     def head_dim(self) -> int:
@@ -225,11 +239,15 @@ class CompressedAttention(_Mixer):
 
     def entries(self, tokens: Tokens) -> Tokens:
         """Number of compressed entries of `tokens` tokens."""
-        return tokens / self.compress_ratio if self.compress_ratio else 0.0 * tokens
+        if not self.compress_ratio:
+            return 0.0 * tokens
+        return tokens / self.compress_ratio
 
     def token_bytes(self, element_bytes: float) -> float:
+        if not self.compress_ratio:
+            return 0.0
         entry_bytes = self.head_dim * element_bytes + self.index_key_bytes
-        return entry_bytes / self.compress_ratio if self.compress_ratio else 0.0
+        return entry_bytes / self.compress_ratio
 
     def cache_bytes(self, tokens: Tokens, element_bytes: float) -> Tokens:
         """Bytes of the entries and of the window's tokens."""
@@ -285,7 +303,9 @@ class Recurrence(_Mixer):
         keys = max(1, self.num_key_heads // size)
         values = self.num_value_heads * self.value_head_dim
         queries_keys = self.conv_channels - values  # channels of queries and keys
-        channels = values // size + queries_keys // self.num_key_heads * keys if self.conv_channels else 0
+        channels = 0
+        if self.conv_channels:
+            channels = values // size + queries_keys // self.num_key_heads * keys
         return replace(
             with_matrices(self, lambda gemm: gemm.share(size)),
             num_key_heads=keys,
@@ -303,8 +323,8 @@ def with_matrices(value: T, of: Callable[[Gemm], Gemm]) -> T:
     if isinstance(value, Gemm):
         changed = of(value)
     elif isinstance(value, tuple):
-        changed = tuple(with_matrices(one, of) for one in value)
+        changed = tuple(with_matrices(part, of) for part in value)
     elif is_dataclass(value):
-        content = {one.name: with_matrices(getattr(value, one.name), of) for one in fields(value)}
+        content = {field.name: with_matrices(getattr(value, field.name), of) for field in fields(value)}
         changed = replace(changed, **content)
     return cast(T, changed)

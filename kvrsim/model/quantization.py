@@ -38,9 +38,15 @@ _REPETITION = re.compile(r"(?<!\\)[*+{]")
 _MAX_REPETITIONS = 4
 _MAX_NAMES = 100_000
 _MAX_NAME_LENGTH = 500
-_SKIPPED = (  # keys of lists of modules that are not quantised
-    *("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules"),
-    *("skip_modules", "exclude"),
+# Keys of lists of modules that are not quantised
+_SKIPPED = (
+    "ignore",
+    "ignored_layers",
+    "modules_to_not_convert",
+    "exclude_modules",
+    "llm_int8_skip_modules",
+    "skip_modules",
+    "exclude",
 )
 _WEIGHT_ONLY = ("int4_wo", "int8_wo")  # types of products of weights with up to 4 bits, and with more
 _MIXED = "MIXED_PRECISION"
@@ -60,18 +66,22 @@ class Modules:
 
         Raises re.error for an invalid regular expression, or for one that repeats a group.
         """
-        plain = [name for name in names if not name.startswith("re:") and "*" not in name]
-        others = [name for name in names if name.startswith("re:") or "*" in name]
-        return cls(
-            names=frozenset(in_text_model(name.strip(".")) for name in plain), patterns=tuple(map(_pattern, others))
-        )
+        plain: list[str] = []
+        patterns: list[re.Pattern[str]] = []
+        for name in names:
+            if name.startswith("re:") or "*" in name:
+                patterns.append(_pattern(name))
+            else:
+                plain.append(in_text_model(name.strip(".")))
+        return cls(names=frozenset(plain), patterns=tuple(patterns))
 
     def hold(self, path: str) -> bool:
         """Whether the list contains a module's dotted name or the name of a module that contains it."""
         parts = path.split(".")
-        runs = ((first, last) for first in range(len(parts)) for last in range(first + 1, len(parts) + 1))
-        if any(".".join(parts[first:last]) in self.names for first, last in runs):
-            return True
+        for first in range(len(parts)):
+            for last in range(first + 1, len(parts) + 1):
+                if ".".join(parts[first:last]) in self.names:
+                    return True
         return any(pattern.match(path) for pattern in self.patterns)
 
 
@@ -83,9 +93,8 @@ def in_text_model(name: str) -> str:
 def _pattern(name: str) -> re.Pattern[str]:
     if not name.startswith("re:"):
         name = in_text_model(name.strip("."))
-        return re.compile(
-            "|".join(fnmatch.translate(f"{before}{name}{after}") for before in ("", "*.") for after in ("", ".*"))
-        )
+        globs = (name, f"{name}.*", f"*.{name}", f"*.{name}.*")  # the module itself, and its parts
+        return re.compile("|".join(map(fnmatch.translate, globs)))
     if _REPEATED_GROUP.search(name) or len(_REPETITION.findall(name)) > _MAX_REPETITIONS:
         raise re.error("too many repetitions")
     return re.compile(name[3:])
@@ -113,8 +122,8 @@ def quantized(
     @cache
     def place(name: str) -> str:
         """The name in the checkpoint of a matrix, by transformers' name."""
-        for own, other in renamed.items():
-            name = name.replace(own, other)
+        for transformers_name, checkpoint_name in renamed.items():
+            name = name.replace(transformers_name, checkpoint_name)
         return name
 
     def store(number: int, gemm: Gemm) -> Gemm:
@@ -126,7 +135,10 @@ def quantized(
         replace(with_matrices(layer, partial(store, number)), router=layer.router)
         for number, layer in enumerate(model.layers)
     )
-    lm_head = replace(model.lm_head, weights=None if model.tie_word_embeddings else format_of(_HEAD))
+    head_format = None
+    if not model.tie_word_embeddings:
+        head_format = format_of(_HEAD)
+    lm_head = replace(model.lm_head, weights=head_format)
     return replace(model, layers=layers, lm_head=lm_head, quantization=quantization)
 
 
@@ -153,20 +165,28 @@ def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
     if not config.fields.get(key):
         return model
     outer = config.child(key)
-    data = outer.child("quantization") if isinstance(outer.fields.get("quantization"), dict) else outer
+    data = outer
+    if isinstance(outer.fields.get("quantization"), dict):
+        data = outer.child("quantization")
     method = outer.fields.get("quant_method")
     if isinstance(method, str) and method.isprintable() and method.strip():
         method = method.strip()[:40]
-    else:  # a file with an algorithm alone is NVIDIA ModelOpt's
-        method = "modelopt" if data.has("quant_algo") else "method not named"
+    elif data.has("quant_algo"):  # a file with an algorithm alone is NVIDIA ModelOpt's
+        method = "modelopt"
+    else:
+        method = "method not named"
     short = method.lower().replace("-", "_").split("/")[-1].removesuffix("_marlin")
     methods = sorted({"compressed_tensors", *_table()["methods"]} - {"integers"})
     if short not in methods:
         raise InputError(f"{outer.where}: {outer.key_path}quant_method", method, ", ".join(methods))
     layers = _named_layers(data)
     # In an FP8 model whose experts are quantised a second time, the first list ("ignore") applies only to this step.
-    lists = _SKIPPED[1:] if layers and short == "fp8" else _SKIPPED
-    rules = [*_exceptions(data), *(_Rule(weights=None, only=_modules(data, one)) for one in lists), *layers]
+    skipped: tuple[str, ...] = _SKIPPED
+    if layers and short == "fp8":
+        skipped = _SKIPPED[1:]
+    rules = _exceptions(data)
+    rules += [_Rule(weights=None, only=_modules(data, key)) for key in skipped]
+    rules += layers
     if config.text("expert_dtype", "").lower() == "fp4":  # DeepSeek-V4: experts computed in FP8, 8-bit exponents
         narrow = WeightFormat(compute="fp8_block", bits=4, scale_bits=8, group_inputs=32)
         rules.append(_Rule(weights=narrow, only=_EXPERTS, head=False))
@@ -176,7 +196,14 @@ def read_quantization(config: JsonObject, model: ModelSpec) -> ModelSpec:
         formats=tuple(dict.fromkeys(rule.weights for rule in rules if rule.weights is not None)),
         kv_cache_bits=_kv_cache_bits(data),
     )
-    return quantized(model, quantization, lambda path: next((one.weights for one in rules if one.holds(path)), None))
+
+    def format_of(path: str) -> WeightFormat | None:
+        for rule in rules:
+            if rule.holds(path):
+                return rule.weights
+        return None
+
+    return quantized(model, quantization, format_of)
 
 
 def suffix_of(name: str) -> str | None:
@@ -203,13 +230,18 @@ def quantized_by_name(model: ModelSpec, author: str, suffix: str) -> ModelSpec:
 
 def _modules(data: JsonObject, key: str, names: Sequence[Any] | None = None) -> Modules:
     """The modules of a list of names: the file's list at this key, or `names`."""
-    names = data.sequence(key) if names is None else names
+    if names is None:
+        names = data.sequence(key)
     try:
-        if len(names) <= _MAX_NAMES and all(isinstance(one, str) and len(one) <= _MAX_NAME_LENGTH for one in names):
+        if len(names) <= _MAX_NAMES and all(_is_name(name) for name in names):
             return Modules.named(names)
     except re.error:
         pass
     raise data.error(key, "an array of names of modules; after re: a regular expression")
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _MAX_NAME_LENGTH
 
 
 def _kv_cache_bits(data: JsonObject) -> int | None:
@@ -225,8 +257,15 @@ def _kv_cache_bits(data: JsonObject) -> int | None:
 
 def _children(data: JsonObject, key: str) -> dict[str, JsonObject]:
     """The objects inside the object at a key, by name; an absent or null object is empty."""
-    outer = data.child(key) if data.has(key) else data.inner({}, key)
-    return {name: outer.child(name) if outer.has(name) else outer.inner({}, name) for name in outer.fields}
+    outer = _child(data, key)
+    return {name: _child(outer, name) for name in outer.fields}
+
+
+def _child(data: JsonObject, key: str) -> JsonObject:
+    """The object at a key; an absent or null object is empty."""
+    if data.has(key):
+        return data.child(key)
+    return data.inner({}, key)
 
 
 def _exceptions(data: JsonObject) -> list[_Rule]:
@@ -234,11 +273,15 @@ def _exceptions(data: JsonObject) -> list[_Rule]:
     rules = []
     for key in ("dynamic", "extra_config"):
         for name, entry in _children(data, key).items():
-            own = replace(data, fields={**data.fields, **entry.fields}, key_path=f"{data.key_path}{key}.")
             is_name = key == "extra_config" and not re.search(r"[*+\\^$]", name)
-            pattern = name if is_name else f"re:{name.removeprefix('+:').removeprefix('-:')}"
-            whole = name.startswith("-:") or entry.fields.get("bits") == 16
-            weights = None if whole else _format(_table()["methods"]["integers"], own)
+            pattern = name
+            if not is_name:
+                pattern = f"re:{name.removeprefix('+:').removeprefix('-:')}"
+            weights = None
+            is_quantised = not name.startswith("-:") and entry.fields.get("bits") != 16
+            if is_quantised:
+                merged = replace(data, fields={**data.fields, **entry.fields}, key_path=f"{data.key_path}{key}.")
+                weights = _format(_table()["methods"]["integers"], merged)
             rules.append(_Rule(weights=weights, only=_modules(data, f"{key}.{name}", [pattern])))
     return rules
 
@@ -253,11 +296,26 @@ def _named_layers(data: JsonObject) -> list[_Rule]:
         text = repr(entry.fields)
         if text not in formats:
             formats[text] = _format(_table()["methods"]["modelopt"], entry, optional=True)
-        if (weights := formats[text]) is not None:
+        weights = formats[text]
+        if weights is not None:
             place = _EXPERT.sub("", in_text_model(name))
             groups.setdefault((place.count("."), weights), []).append(place)
     ordered = sorted(groups.items(), key=lambda group: -group[0][0])  # inner modules come first
     return [_Rule(weights=weights, only=Modules.named(names)) for (_, weights), names in ordered]
+
+
+def _group_rules(data: JsonObject) -> list[_Rule]:
+    """The formats of the groups of compressed-tensors, each with its modules."""
+    rules = []
+    for group in _children(data, "config_groups").values():
+        if not group.has("weights"):
+            continue
+        targets = group.sequence("targets") or ["Linear"]
+        modules = None
+        if "Linear" not in targets:  # Linear: all modules and the head
+            modules = _modules(group, "targets")
+        rules.append(_Rule(weights=_of_group(group), only=modules))
+    return rules
 
 
 def _rules(method: str, data: JsonObject) -> list[_Rule]:
@@ -266,16 +324,10 @@ def _rules(method: str, data: JsonObject) -> list[_Rule]:
     if isinstance(entry, str):
         return _rules(entry, data)
     algorithm = data.text("quant_algo", "none")
-    grouped = (
-        data.has("config_groups") and algorithm.lower() not in entry.get("formats", ()) and algorithm.upper() != _MIXED
-    )
-    if method == "compressed_tensors" or (method == "modelopt" and grouped):
-        groups = [group for group in _children(data, "config_groups").values() if group.has("weights")]
-        targets = [group.sequence("targets") or ["Linear"] for group in groups]  # Linear: all modules and the head
-        return [
-            _Rule(weights=_of_group(group), only=None if "Linear" in names else _modules(group, "targets"))
-            for group, names in zip(groups, targets, strict=True)
-        ]
+    names_algorithm = algorithm.lower() in entry.get("formats", ()) or algorithm.upper() == _MIXED
+    is_grouped = data.has("config_groups") and not names_algorithm
+    if method == "compressed_tensors" or (method == "modelopt" and is_grouped):
+        return _group_rules(data)
     rules = []
     if method == "quark":
         if data.fields.get("layer_type_quant_config"):
@@ -299,7 +351,8 @@ def _format(entry: Mapping[str, Any], data: JsonObject, *, optional: bool = Fals
     Raises InputError for a value that is not in the table; returns None instead if `optional`.
     """
     for key in entry.get("at", ()):
-        data = data.child(key) if isinstance(data.fields.get(key), dict) else data
+        if isinstance(data.fields.get(key), dict):
+            data = data.child(key)
     for key, value in entry.get("exact", {}).items():
         if data.integer(key, value) != value:
             raise data.error(key, str(value))
@@ -309,31 +362,40 @@ def _format(entry: Mapping[str, Any], data: JsonObject, *, optional: bool = Fals
         formats = entry["formats"]
         places = [_place(data, path) for path in entry["by"]]
         inner, key = next((place for place in places if place[0].has(place[1])), places[0])
-        value = str(inner.fields.get(key) if inner.has(key) else entry.get("else")).lower()
-        choice = formats.get(value, formats.get("*"))
+        value = entry.get("else")
+        if inner.has(key):
+            value = inner.fields.get(key)
+        choice = formats.get(str(value).lower(), formats.get("*"))
         if choice is None and not optional:
             raise inner.error(key, ", ".join(formats))
-        choice = formats[choice] if isinstance(choice, str) else choice
-        return None if choice is None else _format(choice, data)
+        if isinstance(choice, str):  # the name of a value with the same format
+            choice = formats[choice]
+        if choice is None:
+            return None
+        return _format(choice, data)
     bits = _number(entry["bits"], data, minimum=2, maximum=8)
     group = _number(entry.get("group_inputs"), data, minimum=-1)
+    if not group or group < 0:  # one scale for all inputs
+        group = None
     compute = entry["compute"]
+    if compute == "weight_only":
+        compute = _WEIGHT_ONLY[bits > 4]
     scale = entry["scale_bits"]
+    if isinstance(scale, str):  # bits of the scale, as text: a zero point of the weights' bits is added
+        scale = int(scale) + bits
     return WeightFormat(
-        compute=_WEIGHT_ONLY[bits > 4] if compute == "weight_only" else compute,
-        bits=bits,
-        scale_bits=int(scale) + bits if isinstance(scale, str) else scale,
-        group_outputs=entry.get("group_outputs", 1),
-        group_inputs=group if group and group > 0 else None,
+        compute=compute, bits=bits, scale_bits=scale, group_outputs=entry.get("group_outputs", 1), group_inputs=group
     )
 
 
 def _place(data: JsonObject, path: str) -> tuple[JsonObject, str]:
     """The object and the key that a path with dots leads to; an absent object has no keys."""
     *outer, key = path.split(".")
-    for one in outer:
-        inside = data.fields.get(one)
-        data = data.inner(inside if isinstance(inside, dict) else {}, one)
+    for name in outer:
+        inside = data.fields.get(name)
+        if not isinstance(inside, dict):
+            inside = {}
+        data = data.inner(inside, name)
     return data, key
 
 

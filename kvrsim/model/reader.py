@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -47,11 +47,18 @@ _FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.full, torch.randn, tor
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_query_heads")
 # Attributes of transformers' modules and configurations, by the names of fields here
 _ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    **{"num_heads": _HEADS, "num_attention_heads": _HEADS, "rotary_dim": ("qk_rope_head_dim",)},
+    "num_heads": _HEADS,
+    "num_attention_heads": _HEADS,
+    "rotary_dim": ("qk_rope_head_dim",),
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
     "head_dim": ("head_dim", "head_size", "attention_head_size"),
     "num_experts_per_tok": (
-        *("top_k", "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk"),
+        "top_k",
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "top_k_experts",
+        "moe_top_k",
+        "moe_topk",
     ),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "seq_length"),
     "top_k": ("index_topk", "topk"),
@@ -66,6 +73,7 @@ _GATES = re.compile(r"gate|^g_proj$")
 _SERVES_ALL = re.compile(r"latent|routed_expert")  # projections to the width of routed experts and back
 _MIXERS = re.compile("(Attention|Mixer)(?!.*Layer)|Attn|RecurrentBlock|LSTMLayer|MambaLayer|DeltaNet|ShortConv")
 _STREAMS = re.compile("HyperConnection|HyperHead|AltUp")  # classes with weights of residual streams
+_WITH_NORMS = re.compile("HyperConnection|AltUp|Router")  # classes with norms of their own
 
 
 class RefusedError(Exception):
@@ -90,7 +98,9 @@ class _Sizes(TorchFunctionMode):  # type: ignore[misc]  # torch has no types
     def of(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """The tensor's shape, with symbols where they are known."""
         size, _ = self._known.get(_storage(tensor), ((), tensor))
-        return size if tuple(map(int, size)) == tuple(tensor.shape) else tuple(tensor.shape)
+        if tuple(map(int, size)) == tuple(tensor.shape):
+            return size
+        return tuple(tensor.shape)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -113,7 +123,7 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(display=False)
-        self.weights = {_storage(one): name for name, one in model.named_parameters() if one.dim() > 1}
+        self.weights = {_storage(weight): name for name, weight in model.named_parameters() if weight.dim() > 1}
         self.order: dict[str, int] = {}  # positions of the first calls of modules and products of weights, by name
         self.products: Counter[int] = Counter()  # FLOPs of products with a weight, by the weight's storage
         self.uses: set[tuple[int, str]] = set()  # storages of weights, each with the modules that ran while it was used
@@ -143,7 +153,8 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
     def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.order.setdefault(name, len(self.order))
         self._running.append(name)
-        first = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
+        inputs = (*args, *kwargs.values())
+        first = next((value for value in inputs if isinstance(value, torch.Tensor)), None)
         self.inputs.setdefault(name, self._before_norm.get(id(first), (first,))[0])
 
     def _end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -163,8 +174,8 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
         if func_packet in self.flop_registry and "convolution" not in str(func_packet):
             flops = self.flop_registry[func_packet](*args, **kwargs, out_val=out)
-            factors = [_storage(one) for one in args if isinstance(one, torch.Tensor)][-2:]
-            weight = next((one for one in factors if one in self.weights), None)
+            factors = [_storage(factor) for factor in args if isinstance(factor, torch.Tensor)][-2:]
+            weight = next((storage for storage in factors if storage in self.weights), None)
             if weight is None:
                 self.others[self._running[-1]] += flops
             else:
@@ -189,7 +200,7 @@ def build(keys: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
         if keys[key] not in ACT2FN:  # transformers lacks this name: all element-wise functions cost the same
             keys[key] = "silu"
     model_type = keys.pop("model_type")
-    switches = {one.name for one in fields(CONFIG_MAPPING[model_type]) if type(one.default) is bool}
+    switches = {field.name for field in fields(CONFIG_MAPPING[model_type]) if type(field.default) is bool}
     keys |= {key: bool(value) for key, value in keys.items() if key in switches and isinstance(value, int)}
     config = CONFIG_MAPPING[model_type].from_dict(keys)
     text = config.get_text_config(decoder=True)
@@ -259,12 +270,17 @@ def unknown_keys(keys: Mapping[str, Any]) -> list[str]:
 def class_name(model_type: str) -> str | None:
     """The name of the class of a type; None if it has none."""
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
-    return name if isinstance(name, str) else None
+    if isinstance(name, str):
+        return name
+    return None
 
 
 def _symbol(value: int, *candidates: Any) -> int:
     """The first candidate that equals the value, else the value; a candidate may be a symbol."""
-    return next((one for one in candidates if type(one) is not bool and isinstance(one, int) and one == value), value)
+    for candidate in candidates:
+        if type(candidate) is not bool and isinstance(candidate, int) and candidate == value:
+            return candidate
+    return value
 
 
 def _number(field: str, *sources: Any) -> Any:
@@ -282,7 +298,7 @@ def _number(field: str, *sources: Any) -> Any:
 
 def _numbers(kind: type[Mixer], *sources: Any) -> Any:
     """All whole numbers of a kind of mixer."""
-    return {one.name: _number(one.name, *sources) or 0 for one in fields(kind) if one.type == "int"}
+    return {field.name: _number(field.name, *sources) or 0 for field in fields(kind) if field.type == "int"}
 
 
 @dataclass(kw_only=True)
@@ -331,17 +347,22 @@ class _Reader:
         head = model.get_output_embeddings()
         vocab, hidden = self.sizes.of(tokens.weight)
         _equal("features of the embedding", hidden, config.hidden_size)
-        layers = [one for number, layer in enumerate(stack) for one in self._layer(f"{place}.{number}", layer)]
-        tied = bool(getattr(config, "tie_word_embeddings", False)) if head is None else head.weight is tokens.weight
+        layers: list[LayerSpec] = []
+        for number, module in enumerate(stack):
+            layers += self._layer(f"{place}.{number}", module)
         outside = self._outside(place, tokens, head)
-        mlps = [layer.mlp for layer in sorted(layers, key=lambda layer: layer.num_experts > 0) if layer.mlp]
-        rows = vocab if head is None else _symbol(int(head.weight.shape[0]), vocab, getattr(config, "vocab_size", None))
+        if head is None:
+            tied = bool(getattr(config, "tie_word_embeddings", False))
+            rows = vocab
+        else:
+            tied = head.weight is tokens.weight
+            rows = _symbol(int(head.weight.shape[0]), vocab, getattr(config, "vocab_size", None))
         spec = ModelSpec(
             name=name,
             model_type=config.model_type,
             num_hidden_layers=_symbol(len(layers), config.num_hidden_layers, 2 * config.num_hidden_layers),
             hidden_size=hidden,
-            intermediate_size=_number("intermediate_size", config) or (mlps[0][-1].in_features if mlps else hidden),
+            intermediate_size=_number("intermediate_size", config) or _mlp_width(layers, hidden),
             vocab_size=vocab,
             max_position_embeddings=_number("max_position_embeddings", config),
             tie_word_embeddings=tied,
@@ -353,25 +374,29 @@ class _Reader:
             lm_head=Gemm(name="lm_head", in_features=hidden, out_features=rows, bias=_bias(head) is not None),
             layers=tuple(layers),
         )
-        self._compare(spec.num_parameters - (spec.lm_head.num_parameters if head is None and not tied else 0))
+        parameters = spec.num_parameters
+        if head is None and not tied:  # the description has a head of its own, the class has none
+            parameters -= spec.lm_head.num_parameters
+        self._compare(parameters)
         return replace(spec, approximations=tuple(dict.fromkeys(self.notes)))
 
     def _compare(self, parameters: int) -> None:
         """Raise RefusedError where the description and the class differ in parameters or products."""
-        _equal("parameters", parameters, sum(one.numel() for one in self.model.parameters()))
+        _equal("parameters", parameters, sum(parameter.numel() for parameter in self.model.parameters()))
         for key, flops in self.trace.products.items():
             if 1000 * abs(flops - self._counted_flops[key]) > sum(self.trace.products.values()):
                 _equal(f"FLOPs of {self.trace.weights[key]}", self._counted_flops[key], flops)
             elif flops != self._counted_flops[key]:
                 self.notes.append(REPEATED)
         for where in self.trace.others:
-            if not any(_inside(where, one) for one in self._counted_places):
+            if not any(_inside(where, place) for place in self._counted_places):
                 kind = type(self.model.get_submodule(where)).__name__
                 raise RefusedError(f"{where} ({kind}): a product of activations")
 
     def _describe(self, weights: Iterable[torch.Tensor]) -> None:
-        for one in weights:
-            self._counted_flops[_storage(one)] += 2 * TOKENS * one.numel()
+        """Count the products of these weights as described: 2 FLOPs per weight and token."""
+        for weight in weights:
+            self._counted_flops[_storage(weight)] += 2 * TOKENS * weight.numel()
 
     def _stack(self) -> tuple[str, nn.ModuleList]:
         count = int(self.config.num_hidden_layers)
@@ -384,31 +409,39 @@ class _Reader:
         """Parameters that no earlier layer holds; sizes are symbols where a module's attributes have the same value."""
         total = 0
         for inside in module.modules():
-            sides = [one for one in vars(inside).values() if type(one) is not int and isinstance(one, int)]
-            for one in _own(inside).values():
-                if id(one) not in self._earlier:
-                    self._earlier.add(id(one))
-                    total += prod(_symbol(size, *(sides if type(size) is int else ())) for size in self.sizes.of(one))
+            symbols = [value for value in vars(inside).values() if type(value) is not int and isinstance(value, int)]
+            for parameter in _direct_parameters(inside).values():
+                if id(parameter) in self._earlier:
+                    continue
+                self._earlier.add(id(parameter))
+                elements = 1
+                for size in self.sizes.of(parameter):
+                    if type(size) is int:
+                        size = _symbol(size, *symbols)
+                    elements = elements * size
+                total += elements
         return total
 
     def _outside(self, place: str, tokens: nn.Module, head: nn.Module | None) -> Counter[str]:
         """Number of parameters before the layers and after them, and rows of learned positions."""
         counts: Counter[str] = Counter()
-        ends = [one for module in (tokens, head) if module is not None for one in module.parameters()]
-        self._earlier |= set(map(id, ends))
-        self._describe([] if head is None else [head.weight])
+        self._earlier |= set(map(id, tokens.parameters()))
+        if head is not None:
+            self._earlier |= set(map(id, head.parameters()))
+            self._describe([head.weight])
         for name, module in self.model.named_modules():
-            own = [one for one in _own(module).values() if id(one) not in self._earlier]
-            self._earlier |= set(map(id, own))
-            table = own and isinstance(module, nn.Embedding) and name in self.trace.order
-            if table and re.search("pos|wpe", name) and own[0].shape[1] == self.config.hidden_size:
-                counts["positions"] += self.sizes.of(own[0])[0]
+            weights = [weight for weight in _direct_parameters(module).values() if id(weight) not in self._earlier]
+            self._earlier |= set(map(id, weights))
+            is_table = weights and isinstance(module, nn.Embedding) and name in self.trace.order
+            if is_table and re.search("pos|wpe", name) and weights[0].shape[1] == self.config.hidden_size:
+                counts["positions"] += self.sizes.of(weights[0])[0]
                 continue
-            first = self.trace.order.get(name, 0) < self.trace.order[f"{place}.0"]
-            counts["before" if first else "after"] += sum(prod(self.sizes.of(one)) for one in own)
-            for one in own:  # some of these products run for one token alone
-                self._counted_flops[_storage(one)] = self.trace.products[_storage(one)]
-            if any(_storage(one) in self.trace.products for one in own) and not _STREAMS.search(type(module).__name__):
+            is_first = self.trace.order.get(name, 0) < self.trace.order[f"{place}.0"]
+            counts["before" if is_first else "after"] += sum(prod(self.sizes.of(weight)) for weight in weights)
+            has_products = any(_storage(weight) in self.trace.products for weight in weights)
+            for weight in weights:  # some of these products run for one token alone
+                self._counted_flops[_storage(weight)] = self.trace.products[_storage(weight)]
+            if has_products and not _STREAMS.search(type(module).__name__):
                 self.notes.append(f"{re.sub(r'[.][0-9]+', '', name)} is counted by its parameters alone")
         return counts
 
@@ -421,7 +454,7 @@ class _Reader:
         return len(inputs) == 2 and inputs[True] is inputs[False]
 
     def _has_products(self, module: nn.Module) -> bool:
-        return any(one.numel() > 0 and _storage(one) in self.trace.products for one in module.parameters())
+        return any(weight.numel() > 0 and _storage(weight) in self.trace.products for weight in module.parameters())
 
     def _is_norm(self, module: nn.Module) -> bool:
         return "norm" in type(module).__name__.lower() and not self._has_products(module)
@@ -437,27 +470,33 @@ class _Reader:
             other = self._count(module)
             return [LayerSpec(mixer=None, mlp=(), norms_before_mixer=0, norms_after_mixer=0, other_parameters=other)]
         layer = self._products(place, module)
-        runs = {name: one for name, one in layer.named.items() if f"{place}.{name}" in order}
-        mixers = [name for name, one in runs.items() if name and _is_mixer(one) and _within(layer.gemms, name)]
+        runs = {name: inner for name, inner in layer.named.items() if f"{place}.{name}" in order}
+        mixers = [name for name, inner in runs.items() if name and _is_mixer(inner) and _within(layer.gemms, name)]
         mixers = [name for name in mixers if not any(name.startswith(f"{other}.") for other in mixers)]
         starts = {name: self.trace.starts(f"{place}.{name}") for name in mixers}
         mixers = sorted(mixers, key=starts.__getitem__)
         if len(mixers) > 1:
             self.notes.append(f"{' and '.join(mixers)} of one layer are counted as layers in a row")
-        parts = {name: one for name, one in layer.named.items() if not any(_inside(name, mixer) for mixer in mixers)}
-        numbers = {name: sum(order.get(f"{place}.{name}", 0) >= starts[one] for one in mixers[1:]) for name in parts}
-        inner = [name for name, one in parts.items() if re.search("HyperConnection|AltUp|Router", type(one).__name__)]
-        norms = [name for name, one in parts.items() if name in runs and self._is_norm(one)]
-        widths = {name: next((int(weight.shape[0]) for weight in parts[name].parameters()), 0) for name in norms}
-        norms = [one for one in norms if widths[one] in (0, hidden) and one.rpartition(".")[0] not in inner]
+        # Modules outside the mixers, and the number of the mixer that each belongs to: the last that starts before it.
+        parts: dict[str, nn.Module] = {}
+        numbers: dict[str, int] = {}
+        for name, inner in layer.named.items():
+            if any(_inside(name, mixer) for mixer in mixers):
+                continue
+            parts[name] = inner
+            numbers[name] = sum(order.get(f"{place}.{name}", 0) >= starts[mixer] for mixer in mixers[1:])
+        norms = [name for name in self._norms(parts, hidden) if name in runs]
         passes = self._hyper(place, parts)
         specs = []
         for index in range(max(1, len(mixers))):
-            own = [name for name in norms if numbers[name] == index]
-            before = sum(order[f"{place}.{name}"] < starts[mixers[index]] for name in own) if mixers else 0
-            spec = self._mlp(layer, {name: one for name, one in parts.items() if numbers[name] == index})
-            spec = replace(spec, norms_before_mixer=before + passes, norms_after_mixer=len(own) - before + passes)
-            specs.append(replace(spec, mixer=self._mixer(layer, mixers[index]) if mixers else None))
+            spec = self._mlp(layer, {name: inner for name, inner in parts.items() if numbers[name] == index})
+            mixer_norms = [name for name in norms if numbers[name] == index]
+            before = 0
+            if mixers:
+                before = sum(order[f"{place}.{name}"] < starts[mixers[index]] for name in mixer_norms)
+                spec = replace(spec, mixer=self._mixer(layer, mixers[index]))
+            after = len(mixer_norms) - before
+            specs.append(replace(spec, norms_before_mixer=before + passes, norms_after_mixer=after + passes))
         for spec in specs:
             names = {gemm.name for gemm in (*spec.matrices, *spec.mlp)}
             self._describe(weight for name, weight in layer.weights.items() if name in names)
@@ -465,23 +504,35 @@ class _Reader:
         specs[-1] = replace(specs[-1], other_parameters=self._count(module) - matrices)
         return specs
 
+    def _norms(self, parts: Mapping[str, nn.Module], hidden: int) -> list[str]:
+        """Names of norms of the residual stream: `hidden` features wide, and no part of a router or of streams."""
+        outer = {name for name, part in parts.items() if _WITH_NORMS.search(type(part).__name__)}
+        norms = []
+        for name, part in parts.items():
+            if not self._is_norm(part) or name.rpartition(".")[0] in outer:
+                continue
+            width = next((int(weight.shape[0]) for weight in part.parameters()), 0)
+            if width in (0, hidden):
+                norms.append(name)
+        return norms
+
     def _products(self, place: str, module: nn.Module) -> _LayerModules:
         """The layer with the weights of its products; weights with three dimensions are blocks on a diagonal."""
         layer = _LayerModules(place=place, named=dict(module.named_modules()), gemms={}, weights={}, inputs=[])
-        for inside, one in layer.named.items():
-            for key, weight in _own(one).items():
+        for inside, inner_module in layer.named.items():
+            for key, weight in _direct_parameters(inner_module).items():
                 if not weight.numel() or (_storage(weight), place) not in self.trace.uses:
                     continue
-                name = inside if key == "weight" and inside else f"{inside}.{key}".strip(".")
+                name = _weight_name(inside, key)
                 *groups, outputs, inputs = self.sizes.of(weight)
-                if isinstance(one, Conv1D):
+                if isinstance(inner_module, Conv1D):
                     outputs, inputs = inputs, outputs
                 layer.weights[name] = weight
                 layer.gemms[name] = Gemm(
                     name=name,
                     in_features=inputs * prod(groups),
                     out_features=outputs * prod(groups),
-                    bias=key == "weight" and _bias(one) is not None,
+                    bias=key == "weight" and _bias(inner_module) is not None,
                     groups=prod(groups),
                 )
         return layer
@@ -510,17 +561,17 @@ class _Reader:
         linears: list[str] = []
         cube = ""
         for name, module in parts.items():
-            own = _own(module)
+            weights = _direct_parameters(module)
             runs = f"{layer.place}.{name}" in self.trace.order
             if _STREAMS.search(type(module).__name__):
                 continue
-            if runs and any(one.dim() == 3 and min(one.shape) > 1 for one in own.values()):
+            if runs and any(weight.dim() == 3 and min(weight.shape) > 1 for weight in weights.values()):
                 cube = name
                 continue
-            paths = [name if key == "weight" and name else f"{name}.{key}".strip(".") for key in own]
+            paths = [_weight_name(name, key) for key in weights]
             linears += [path for path in paths if path in layer.gemms]
             outer = layer.named[name.partition(".")[0]]
-            if own and not runs and not self._has_products(outer) and not isinstance(module, nn.Conv1d):
+            if weights and not runs and not self._has_products(outer) and not isinstance(module, nn.Conv1d):
                 self.notes.append(f"{name.partition('.')[0]} is not run in a prefill")
         if not cube:
             mlp = self._split(layer, linears)
@@ -528,8 +579,13 @@ class _Reader:
             return LayerSpec(mixer=None, mlp=mlp, gated_mlp=bool(mlp) and sum(widths) == 2 * mlp[-1].in_features)
         experts = parts[cube]
         place = f"{layer.place}.{cube}"
-        count = self.sizes.of(next(one for one in experts.parameters() if one.dim() == 3))[0]
-        routers = [one for one in linears if layer.gemms[one].groups == 1 and layer.gemms[one].out_features == count]
+        matrices = next(weight for weight in experts.parameters() if weight.dim() == 3)
+        count = self.sizes.of(matrices)[0]
+        routers = []
+        for path in linears:
+            gemm = layer.gemms[path]
+            if gemm.groups == 1 and gemm.out_features == count:
+                routers.append(path)
         if not routers:
             raise RefusedError(f"{cube} ({type(experts).__name__}): no router")
         router = min(routers, key=lambda name: not re.search("router|gate", name))
@@ -541,7 +597,10 @@ class _Reader:
         mlp = self._experts(cube, experts)
         ours = 2 * TOKENS * sum(gemm.num_weights for gemm in mlp)
         theirs = self.trace.within(place)
-        if theirs not in (0 if _within(layer.gemms, cube) else top_k * ours, count * ours):  # some run all experts
+        expected = top_k * ours
+        if _within(layer.gemms, cube):  # the trace counts products of weights apart
+            expected = 0
+        if theirs not in (expected, count * ours):  # some classes run all experts
             _equal(f"FLOPs of {cube}", top_k * ours, theirs)
         self._counted_places.append(place)
         self._describe(experts.parameters())  # these products run if a class runs all experts for all tokens
@@ -560,11 +619,12 @@ class _Reader:
         names = [name for name, _ in experts.named_parameters()]
         transposed = getattr(experts, "is_transposed", None)
         gemms = []
-        for key, one in experts.named_parameters():
-            if one.dim() != 3:
+        for key, weight in experts.named_parameters():
+            if weight.dim() != 3:
                 continue
-            outputs, inputs = self.sizes.of(one)[1:]
-            towards_hidden = (outputs if "down" in key else inputs) == self.config.hidden_size
+            outputs, inputs = self.sizes.of(weight)[1:]
+            outer_width = outputs if "down" in key else inputs
+            towards_hidden = outer_width == self.config.hidden_size
             if transposed or (transposed is None and not towards_hidden):
                 outputs, inputs = inputs, outputs
             keys = [key]
@@ -574,7 +634,7 @@ class _Reader:
             bias = any(name.startswith(key) and "bias" in name for name in names)
             split: Split = "rows" if "down" in key else "columns"
             sizes: Any = {"in_features": inputs, "out_features": outputs, "bias": bias, "split": split}
-            gemms += [Gemm(name=f"{cube}.0.{one}", **sizes) for one in keys]
+            gemms += [Gemm(name=f"{cube}.0.{matrix}", **sizes) for matrix in keys]
         return tuple(gemms)
 
     def _split(self, layer: _LayerModules, linears: list[str]) -> tuple[Gemm, ...]:
@@ -586,8 +646,13 @@ class _Reader:
                 last[name.rpartition(".")[0]] = name
         gemms = []
         for name in linears:
-            whole = layer.weights[name].shape[0] == 1 or layer.weights[name].dim() > 2 or _SERVES_ALL.search(name)
-            gemms.append(layer.gemm(name, "whole" if whole else "rows" if name in last.values() else "columns"))
+            weight = layer.weights[name]
+            split: Split = "columns"
+            if weight.shape[0] == 1 or weight.dim() > 2 or _SERVES_ALL.search(name):
+                split = "whole"
+            elif name in last.values():
+                split = "rows"
+            gemms.append(layer.gemm(name, split))
         return tuple(gemms)
 
     # Mixers
@@ -611,18 +676,24 @@ class _Reader:
 
     def _cache_of(self, module: nn.Module) -> Any:
         """The layer of the class's cache that a mixer writes; None if it writes no cache."""
-        number = next((one.layer_idx for one in module.modules() if _number("layer_idx", one) is not None), None)
         layers = getattr(self.trace.cache, "layers", [])
-        return None if number is None or not 0 <= number < len(layers) else layers[number]
+        for inside in module.modules():
+            if _number("layer_idx", inside) is not None:
+                if 0 <= inside.layer_idx < len(layers):
+                    return layers[inside.layer_idx]
+                return None
+        return None
 
     def _states(self, layer: _LayerModules, decays: bool) -> list[torch.Tensor]:
         """States of a mixer: in the class's cache, in the mixer itself, or returned with its output."""
         module = layer.module
         cache = getattr(self._cache_of(module), "recurrent_states", None)
-        states = [one for one in (cache.values() if isinstance(cache, dict) else cache or ()) if one is not None]
+        if isinstance(cache, dict):
+            cache = cache.values()
+        states = [state for state in cache or () if state is not None]
         if states and (decays or "Attention" not in type(module).__name__):  # a layer with two mixers has one cache
             return states
-        states = [one.recurrent_states for one in module.modules() if hasattr(one, "recurrent_states")]
+        states = [inside.recurrent_states for inside in module.modules() if hasattr(inside, "recurrent_states")]
         number = _number("layer_idx", module)
         linear = getattr(self.trace.cache, "linear_cache", ())
         if number in range(len(linear)) and isinstance(linear[number], torch.Tensor):
@@ -631,8 +702,13 @@ class _Reader:
         if states or not re.search("LSTM|Rwkv", type(module).__name__) or not isinstance(output, tuple):
             return states
         count = int(self.config.num_hidden_layers)
-        returned = [one for one in output[1] or () if isinstance(one, torch.Tensor)]
-        return [one[..., 0] if one.shape[-1] == count and one.dim() == 3 else one for one in returned]
+        for state in output[1] or ():
+            if not isinstance(state, torch.Tensor):
+                continue
+            if state.dim() == 3 and state.shape[-1] == count:  # the states of all layers, the layer last
+                state = state[..., 0]
+            states.append(state)
+        return states
 
     def _attention(self, layer: _LayerModules, indexer: Indexer | None) -> Attention:
         config = self.config
@@ -646,14 +722,15 @@ class _Reader:
         queries = [path for path, leaf in leaves.items() if _QUERIES.match(leaf)]
         gates = [path for path, leaf in leaves.items() if _GATES.search(leaf)]
         splits |= dict.fromkeys((*queries, *gates), "columns")
-        keys, fused = ([path for path, one in splits.items() if one == split] for split in ("kv_heads", "qkv_heads"))
+        keys = [path for path, split in splits.items() if split == "kv_heads"]
+        fused = [path for path, split in splits.items() if split == "qkv_heads"]
         if fused and (len(fused) > 1 or queries or keys):
             raise RefusedError(f"{', '.join(fused)}: a projection of {type(module).__name__}")
         head_dim = _number("head_dim", module, config) or config.hidden_size // heads
         value_dim = _symbol(int(output.in_features) // int(heads), _number("v_head_dim", module), head_dim)
         ordered = sorted(leaves, key=lambda path: path not in queries)
         projections = {path: layer.gemm(path, splits[path]) for path in ordered}
-        counts = [_number("num_key_value_heads", one) for one in (module, config)]
+        counts = [_number("num_key_value_heads", source) for source in (module, config)]
         if keys:
             kv_heads = int(projections[keys[0]].out_features) // int(head_dim)
         elif fused:
@@ -664,8 +741,9 @@ class _Reader:
         if indexer is None:
             self._equal_products(layer, heads * (head_dim + value_dim))
             tensors = [getattr(cached, name, None) for name in ("keys", "values")]
-            if (keys or fused) and all(isinstance(one, torch.Tensor) and one.numel() for one in tensors):
-                theirs = sum(one.shape[1] * one.shape[-1] for one in tensors if one is not None)
+            is_filled = all(isinstance(tensor, torch.Tensor) and tensor.numel() for tensor in tensors)
+            if (keys or fused) and is_filled:
+                theirs = sum(tensor.shape[1] * tensor.shape[-1] for tensor in tensors if tensor is not None)
                 if theirs != heads * (head_dim + value_dim):  # some classes cache repeated keys
                     _equal(f"cached elements of {layer.name} per token", kv_heads * (head_dim + value_dim), theirs)
         window, chunk = self._window(cached)
@@ -678,9 +756,9 @@ class _Reader:
             v_head_dim=value_dim,
             sliding_window=window,
             attention_chunk=chunk,
-            qk_norm=any(self._is_norm(one) and re.match("q|query", path) for path, one in module.named_modules()),
+            qk_norm=any(self._is_norm(part) and re.match("q|query", path) for path, part in module.named_modules()),
             rotary=layer.mixer_place in self.trace.rotary,
-            gate=bool(gates) or any(projections[one].out_features == 2 * heads * head_dim for one in queries),
+            gate=bool(gates) or any(projections[path].out_features == 2 * heads * head_dim for path in queries),
             indexer=indexer,
             shared=not keys and not fused,
         )
@@ -696,8 +774,10 @@ class _Reader:
             return None, None
         window = _symbol(int(window), *(getattr(self.config, name, None) for name in _WINDOWS))
         types: Any = getattr(self.config, "layer_types", None)
-        number = next(number for number, one in enumerate(self.trace.cache.layers) if one is cached)
-        return (None, window) if types and types[number] == "chunked_attention" else (window, None)
+        number = next(number for number, layer in enumerate(self.trace.cache.layers) if layer is cached)
+        if types and types[number] == "chunked_attention":
+            return None, window
+        return window, None
 
     def _latent(self, layer: _LayerModules, indexer: Indexer | None) -> LatentAttention:
         expand = f"{layer.name}.kv_b_proj"
@@ -725,26 +805,35 @@ class _Reader:
             assert self._choice is not None
             return replace(self._choice, projections=(), shared=True)
         modules = layer.module.named_modules()
-        module: Any = next((one for path, one in modules if path.rpartition(".")[2] == "indexer"), None)
+        module: Any = next((part for path, part in modules if path.rpartition(".")[2] == "indexer"), None)
         if module is None:
             return None
-        own = [path for path in layer.inputs if ".indexer." in path]
-        own.sort(key=lambda path: "kv_proj" in path or "gate_proj" in path)
-        layer.inputs = [path for path in layer.inputs if path not in own]
+        paths = [path for path in layer.inputs if ".indexer." in path]
+        paths.sort(key=lambda path: "kv_proj" in path or "gate_proj" in path)
+        layer.inputs = [path for path in layer.inputs if path not in paths]
         heads = _number("num_heads", module)
         head_dim = module.head_dim
-        blocks = _number("topk_blocks", module)
-        by_kv_head = blocks is not None and heads == self.config.num_key_value_heads
-        splits: dict[str, Split] = {path: "kv_heads" for path in own if by_kv_head and path.endswith("q_proj")}
+        num_blocks = _number("topk_blocks", module)  # None: single keys are chosen
+        splits: dict[str, Split] = dict.fromkeys(paths, "whole")
+        # vLLM and SGLang cache index keys in FP8, with one fp32 scale per 128 elements; keys of blocks in half
+        # precision.
+        if num_blocks is None:
+            top_k = _number("top_k", module)
+            block = 1
+            key_bytes = head_dim + 4 * -(-head_dim // 128)
+        else:
+            top_k = num_blocks * module.block_size
+            block = module.block_size
+            key_bytes = 2 * head_dim
+            if heads == self.config.num_key_value_heads:
+                splits |= {path: "kv_heads" for path in paths if path.endswith("q_proj")}
         self._choice = Indexer(
             num_heads=heads,
             head_dim=head_dim,
-            top_k=_number("top_k", module) if blocks is None else blocks * module.block_size,
-            block=1 if blocks is None else module.block_size,
-            projections=tuple(layer.gemm(path, splits.get(path, "whole")) for path in own),
-            # vLLM and SGLang cache index keys in FP8, with one fp32 scale per 128 elements; keys of blocks in half
-            # precision.
-            key_bytes=head_dim + 4 * -(-head_dim // 128) if blocks is None else 2 * head_dim,
+            top_k=top_k,
+            block=block,
+            projections=tuple(layer.gemm(path, splits[path]) for path in paths),
+            key_bytes=key_bytes,
         )
         return self._choice
 
@@ -766,7 +855,7 @@ class _Reader:
         module = layer.module
         name = layer.name
         output = layer.gemm(layer.last, "rows")
-        elements = sum(one.numel() for one in states)
+        elements = sum(state.numel() for state in states)
         kind: Any
         keys: tuple[str, ...] = ()
         if hasattr(module, "num_k_heads"):
@@ -779,8 +868,11 @@ class _Reader:
             kind = "mamba2"
             keys = ("n_groups", "num_heads", "ssm_state_size", "head_dim")
         elif states or "ShortConv" in type(module).__name__:
-            diagonal = any(path.endswith("A_log") and one.dim() > 1 for path, one in module.named_parameters())
-            kind = "linear" if self.trace.within(layer.mixer_place) and not diagonal else "scan"
+            kind = "scan"
+            decays = [weight for path, weight in module.named_parameters() if path.endswith("A_log")]
+            is_diagonal = any(weight.dim() > 1 for weight in decays)
+            if self.trace.within(layer.mixer_place) and not is_diagonal:
+                kind = "linear"
         else:
             raise RefusedError(f"{name} ({type(module).__name__})")
         if keys:
@@ -794,8 +886,12 @@ class _Reader:
         widths = dict(zip(("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim"), sizes, strict=True))
         if states and 100 * abs(prod(sizes[1:]) - elements) > elements:
             _equal(f"elements of the state of {name}", prod(sizes[1:]), elements)
-        convolution = next((one for one in module.modules() if isinstance(one, nn.Conv1d)), None)
-        channels, kernel = (0, 0) if convolution is None else (convolution.out_channels, convolution.kernel_size[0])
+        convolution = next((part for part in module.modules() if isinstance(part, nn.Conv1d)), None)
+        channels = 0
+        kernel = 0
+        if convolution is not None:
+            channels = convolution.out_channels
+            kernel = convolution.kernel_size[0]
         return Recurrence(
             kind=kind,
             projections=layer.projections(r"(?<!_a_proj)$"),
@@ -815,8 +911,24 @@ def _within(names: Iterable[str], outer: str) -> list[str]:
     return [name for name in names if _inside(name, outer)]
 
 
-def _own(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {key: one for key, one in module._parameters.items() if one is not None}
+def _direct_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of a module, without those of the modules inside it."""
+    return {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
+
+
+def _weight_name(module_name: str, key: str) -> str:
+    """Name of a weight in the description: the module's name, followed by the parameter's unless it is `weight`."""
+    if key == "weight" and module_name:
+        return module_name
+    return f"{module_name}.{key}".strip(".")
+
+
+def _mlp_width(layers: Sequence[LayerSpec], hidden: int) -> int:
+    """Features inside the first dense MLP, or else inside the first expert; `hidden` without an MLP."""
+    mlps = [layer.mlp for layer in sorted(layers, key=lambda layer: layer.num_experts > 0) if layer.mlp]
+    if mlps:
+        return mlps[0][-1].in_features
+    return hidden
 
 
 def _equal(what: str, ours: int, theirs: int) -> None:
@@ -831,5 +943,5 @@ def _bias(module: nn.Module | None) -> Any:
 def _is_mixer(module: nn.Module) -> bool:
     name = type(module).__name__
     decays = any(path.endswith("A_log") for path, _ in module.named_parameters())
-    inner = "Layer" not in name and not any(isinstance(one, nn.ModuleList) for one in module.children())
+    inner = "Layer" not in name and not any(isinstance(child, nn.ModuleList) for child in module.children())
     return (decays and inner) or bool(_MIXERS.search(name))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -27,41 +27,64 @@ _DATA = Path(__file__).parents[1] / "data"
 MAX_LAYERS = 1000
 MAX_WIDTH = 2**31
 _NOT_SHAPES = ("quantization_config", "compression_config", "auto_map", "torch_dtype", "dtype", "architectures")
-_MAY_BE_0 = "dense|shared|offset"  # patterns here are compiled on first use, by models that are read from a file
-_VALUES = (
-    *(ModelSpec, LayerSpec, Gemm, Quantization, WeightFormat),
-    *(Attention, LatentAttention, CompressedAttention, Recurrence, Indexer),
+# Names of numbers that may be 0. Patterns here are compiled on first use, by models that are read from a file.
+_MAY_BE_0 = "dense|shared|offset"
+# Classes of which a template makes values
+_TEMPLATE_CLASSES = (
+    ModelSpec,
+    LayerSpec,
+    Gemm,
+    Quantization,
+    WeightFormat,
+    Attention,
+    LatentAttention,
+    CompressedAttention,
+    Recurrence,
+    Indexer,
 )
-_CLASSES: dict[str, Any] = {one.__name__: one for one in _VALUES}
+_CLASSES: dict[str, Any] = {value_class.__name__: value_class for value_class in _TEMPLATE_CLASSES}
+# Parts of expressions that are evaluated
 _ARITHMETIC = (
-    *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.Name, ast.Load),
-    *(ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.USub),
+    ast.Expression,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Name,
+    ast.Load,
+    ast.Add,
+    ast.Sub,
+    ast.Mult,
+    ast.FloorDiv,
+    ast.USub,
 )
 
 
 def freeze(value: Any) -> Any:
     """A value of the model as JSON: {"Gemm": {...}} without defaults; a symbol becomes its expression after "="."""
     if is_dataclass(value):
-        return {
-            type(value).__name__: {
-                one.name: freeze(getattr(value, one.name))
-                for one in fields(value)
-                if one.init and (one.default is MISSING or getattr(value, one.name) != one.default)
-            }
-        }
+        content: dict[str, Any] = {}
+        for field in fields(value):
+            entry = getattr(value, field.name)
+            if field.init and (field.default is MISSING or entry != field.default):
+                content[field.name] = freeze(entry)
+        return {type(value).__name__: content}
     if isinstance(value, (tuple, list)):
-        return [freeze(one) for one in value]
-    return f"={value.expression}" if hasattr(value, "expression") else value  # a Symbol of calibrate/catalogue.py
+        return [freeze(entry) for entry in value]
+    if hasattr(value, "expression"):  # a Symbol of calibrate/catalogue.py
+        return f"={value.expression}"
+    return value
 
 
 def thaw(data: Any, numbers: Mapping[str, int]) -> Any:
     """Compute the value from JSON, with `numbers` in its expressions. Raises ZeroDivisionError or KeyError."""
     if isinstance(data, dict):
-        ((name, own),) = data.items()
-        return _CLASSES[name](**{key: thaw(value, numbers) for key, value in own.items()})
+        ((name, content),) = data.items()
+        arguments = {key: thaw(value, numbers) for key, value in content.items()}
+        return _CLASSES[name](**arguments)
     if isinstance(data, list):
-        return tuple(thaw(one, numbers) for one in data)
-    return evaluate(data[1:], numbers) if isinstance(data, str) and data.startswith("=") else data
+        return tuple(thaw(entry, numbers) for entry in data)
+    if isinstance(data, str) and data.startswith("="):
+        return evaluate(data[1:], numbers)
+    return data
 
 
 def evaluate(expression: str, numbers: Mapping[str, int]) -> int:
@@ -127,7 +150,9 @@ def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = 
         model = _fill(kind["defaults"], variant, nulls, config, name)
         if model is not None:
             return model
-    keys = {*kind["known"], *legacy, *(key for variant in kind["variants"] for key in variant["fixed"])}
+    keys = {*kind["known"], *legacy}
+    for variant in kind["variants"]:
+        keys.update(variant["fixed"])
     unknown = sorted(key for key in shapes - keys if is_size(key))
     if unknown and not own:
         accepted = f"nothing: the layers are read as those of {kind['model_type']}, which lacks it"
@@ -160,16 +185,17 @@ def keys_at_fault(kind: Mapping[str, Any], config: JsonObject) -> list[str]:
 def _fields_of(kind: Mapping[str, Any], config: JsonObject) -> tuple[dict[str, Any], set[str]]:
     """The values of a file under the type's own keys, without null; and those keys that may affect shapes."""
     aliases = kind["aliases"]
-    numbers = {key for variant in kind["variants"] for key in variant["numbers"]}
+    numbers: set[str] = set()
+    for variant in kind["variants"]:
+        numbers.update(variant["numbers"])
     fields = {aliases.get(key, key): value for key, value in config.fields.items() if value is not None}
     fields = {key: value for key, value in fields.items() if value not in ([], {}) or key in numbers}
-    whole = {key: value for key, value in fields.items() if isinstance(value, int)}
+    integers = {key: value for key, value in fields.items() if isinstance(value, int)}
     for key, difference in _DERIVED_WIDTHS:
-        if (
-            key not in kind["known"]
-            and {*re.findall(r"\w+", difference)} <= {*whole}
-            and not evaluate(difference, whole)
-        ):
+        if key in kind["known"]:
+            continue
+        operands = set(re.findall(r"\w+", difference))
+        if operands <= integers.keys() and evaluate(difference, integers) == 0:
             fields.pop(key, None)
     shapes = {key for key, value in fields.items() if value and not re.search(_HARMLESS, key)}
     return fields, shapes
@@ -204,27 +230,33 @@ def _fill(
         return None
     numbers: dict[str, int] = {}
     for key in variant["numbers"]:
-        default: Any = None if key in absent else defaults.get(key)
+        default: Any = None
         if key in derived and key not in fields:
             default = _evaluate(derived[key], numbers, config)
-        default = default if isinstance(default, int) else None
+        elif key not in absent:
+            default = defaults.get(key)
+        if not isinstance(default, int):
+            default = None
         if key not in fields and default is None:
             return None
-        numbers[key] = config.integer(key, default, minimum=0 if re.search(_MAY_BE_0, key) else 1, maximum=MAX_WIDTH)
+        minimum = 0 if re.search(_MAY_BE_0, key) else 1
+        numbers[key] = config.integer(key, default, minimum=minimum, maximum=MAX_WIDTH)
     layers = _layers(variant, config, numbers)
     if layers is None:
         return None
-    own = {"name": name, "num_hidden_layers": len(layers), "layers": []}
-    model: ModelSpec = thaw({"ModelSpec": variant["model"] | own}, numbers)
+    without_layers = {"name": name, "num_hidden_layers": len(layers), "layers": []}
+    model: ModelSpec = thaw({"ModelSpec": variant["model"] | without_layers}, numbers)
     tied = bool(fields.get("tie_word_embeddings", model.tie_word_embeddings))
     return replace(model, layers=tuple(layers), tie_word_embeddings=tied)
 
 
 def _evaluate(expression: str, numbers: Mapping[str, int], config: JsonObject) -> int:
     """The default of a number that the file leaves out; InputError for a quotient that is not whole."""
-    whole = re.fullmatch(r"\(\((\w+)\) // \((\w+)\)\)", expression)
-    if whole and numbers[whole[1]] % numbers[whole[2]]:
-        raise config.error(whole[2], f"a divisor of {whole[1]}, {numbers[whole[1]]}")
+    quotient = re.fullmatch(r"\(\((\w+)\) // \((\w+)\)\)", expression)
+    if quotient:
+        dividend, divisor = quotient.groups()
+        if numbers[dividend] % numbers[divisor]:
+            raise config.error(divisor, f"a divisor of {dividend}, {numbers[dividend]}")
     return evaluate(expression, numbers)
 
 
@@ -237,26 +269,29 @@ def _layers(variant: Mapping[str, Any], config: JsonObject, numbers: Mapping[str
     for key in order["seen"]:
         if len(config.sequence(key)) not in (0, count):
             raise config.error(key, f"an array of {count}, an entry per layer")
-    kinds = None if count > MAX_LAYERS else _order(order, config.fields, numbers, count)
+    if count > MAX_LAYERS:
+        return None
+    kinds = _order(order, config.fields, numbers, count)
     if kinds is None:
         return None
-    layers = [thaw(one, numbers) for one in variant["kinds"]]
-    for layer in layers:
+    layer_of_kind = [thaw(kind, numbers) for kind in variant["kinds"]]
+    for layer in layer_of_kind:
         _check(layer, config)
-        if any(gemm.out_features * gemm.in_features == 0 for gemm in (*layer.matrices, *layer.mlp)):
-            return None
-    return [layers[kind] for kind in kinds]
+        for gemm in (*layer.matrices, *layer.mlp):
+            if gemm.out_features * gemm.in_features == 0:
+                return None
+    return [layer_of_kind[kind] for kind in kinds]
 
 
 def _check(kind: LayerSpec, config: JsonObject) -> None:
     """Raise InputError for inconsistent numbers."""
-    heads, key_heads = (
-        (0, 1) if kind.mixer is None else (kind.mixer.num_attention_heads, kind.mixer.num_key_value_heads)
-    )
-    if heads % key_heads:
-        recurrent = isinstance(kind.mixer, Recurrence)
-        names = ("linear_num_key_heads", "n_groups") if recurrent else ("num_key_value_heads", "num_kv_heads")
-        raise config.error(config.first_of(*names), f"a divisor of the {heads} heads")
+    mixer = kind.mixer
+    if mixer is not None and mixer.num_attention_heads % mixer.num_key_value_heads:
+        if isinstance(mixer, Recurrence):
+            key = config.first_of("linear_num_key_heads", "n_groups")
+        else:
+            key = config.first_of("num_key_value_heads", "num_kv_heads")
+        raise config.error(key, f"a divisor of the {mixer.num_attention_heads} heads")
     if kind.num_experts_per_tok > kind.num_experts:
         key = config.first_of("num_experts_per_tok", "top_k_experts", "moe_top_k")
         raise config.error(key, f"a whole number from 1 to {kind.num_experts}")
@@ -266,21 +301,31 @@ def _order(
     order: Mapping[str, Any], fields: Mapping[str, Any], numbers: Mapping[str, int], count: int
 ) -> list[int] | None:
     """The kind of each layer, from lists in the configuration or a repeating sequence; None if unknown."""
-    lists = {key: list(map(str, fields[key])) for key in order["seen"] if isinstance(fields.get(key), list)}
-    if any({*one} - {*order["seen"][key]} for key, one in lists.items()):
-        return None
+    lists: dict[str, list[str]] = {}
+    for key, known_words in order["seen"].items():
+        if isinstance(fields.get(key), list):
+            lists[key] = list(map(str, fields[key]))
+            if set(lists[key]) - set(known_words):
+                return None
     if order["by"] and {*order["by"]} <= {*lists}:
-        rows = ["|".join(row) for row in zip(*(lists[key] for key in order["by"]), strict=True)]
-        return [order["kinds"][row] for row in rows] if {*rows} <= {*order["kinds"]} else None
+        columns = [lists[key] for key in order["by"]]
+        rows = ["|".join(words) for words in zip(*columns, strict=True)]
+        if not set(rows) <= set(order["kinds"]):
+            return None
+        kinds: list[int] = [order["kinds"][row] for row in rows]
+        return kinds
     if {*order["by"]} & {*lists}:
         return None
-    first = order["first"]
-    cycle = order["cycle"]
+    first: list[Any] = order["first"]  # kinds of the first layers
+    cycle: list[int] = order["cycle"]  # kinds of the layers after them, repeated
     if first and isinstance(first[-1], str):  # [kind, key]: the key gives the number of first layers of this kind
         first = [first[0]] * numbers[first[-1]]
-    if not cycle:
-        return first if len(first) == count else None
-    return [first[one] if one < len(first) else cycle[(one - len(first)) % len(cycle)] for one in range(count)]
+    if cycle:
+        repeats = -(-count // len(cycle))
+        return (first + cycle * repeats)[:count]
+    if len(first) == count:
+        return first
+    return None
 
 
 # Types that are read as another type
@@ -308,10 +353,18 @@ def targets() -> dict[str, set[str]]:
     names = [path.stem for path in (_DATA / "types").glob("*.json")]
     remote = {name: entry for name, entry in _remote_types().items() if not name.startswith("_")}
     result = {plain_type(name): {plain_type(name)} for name in (*names, *remote)}
-    for name, entry in remote.items():
-        entries = entry if isinstance(entry, list) else [entry]
-        result[plain_type(name)] |= {plain_type(one["as"]) for one in entries if "as" in one}
+    for name, entries in remote.items():
+        for entry in _as_list(entries):
+            if "as" in entry:
+                result[plain_type(name)].add(plain_type(entry["as"]))
     return result
+
+
+def _as_list(entries: Any) -> list[Any]:
+    """The entries of a type in remote_types.json: one, or a list of them with conditions."""
+    if isinstance(entries, list):
+        return entries
+    return [entries]
 
 
 def plain_type(name: str) -> str:
@@ -323,18 +376,25 @@ def plain_type(name: str) -> str:
 def _value(fields: Any, path: str) -> Any:
     """The value at a key, or at a path of keys with dots; None if absent."""
     for key in path.split("."):
-        fields = fields.get(key) if isinstance(fields, dict) else None
+        if not isinstance(fields, dict):
+            return None
+        fields = fields.get(key)
     return fields
 
 
 def remote_type(config: JsonObject) -> Mapping[str, Any]:
     """The entry of remote_types.json for a configuration; empty if the type has no entry."""
     entries = _remote_types().get(config.text("model_type"), [])
-    for entry in entries if isinstance(entries, list) else [entries]:
-        conditions = [(_value(dict(config.fields), key), accepted) for key, accepted in entry.get("when", {}).items()]
-        if all(value == accepted or (accepted == "*" and value) for value, accepted in conditions):
+    fields = dict(config.fields)
+    for entry in _as_list(entries):
+        if all(_meets(_value(fields, key), accepted) for key, accepted in entry.get("when", {}).items()):
             return dict(entry)
     return {}
+
+
+def _meets(value: Any, accepted: Any) -> bool:
+    """Whether a value is the accepted one; "*" accepts all values that are not empty."""
+    return bool(value == accepted or (accepted == "*" and value))
 
 
 def translate(config: JsonObject) -> JsonObject:
@@ -352,15 +412,17 @@ def translate(config: JsonObject) -> JsonObject:
     arrays = remote.get("arrays", {})
     values = {new: _value(fields, old) for old, new in names.items() if new is not None}
     for old, (new, words) in arrays.items():
-        if (value := _value(fields, old)) is not None:
+        value = _value(fields, old)
+        if value is not None:
             values[new] = fields.get(new) or _per_layer(config, old, value, words)
     values = {key: value for key, value in values.items() if value is not None}
     values |= {key: config.integer(key, maximum=MAX_WIDTH) // 2 for key in remote.get("halved", ())}
-    gone = {*_NOT_SHAPES, *remote.get("without", ()), *(key.partition(".")[0] for key in (*names, *arrays))}
+    removed = {*_NOT_SHAPES, *remote.get("without", ())}
+    removed.update(key.partition(".")[0] for key in (*names, *arrays))
     if "as" in remote:
-        gone.add("rope_scaling")
+        removed.add("rope_scaling")
         values["model_type"] = remote["as"]
-    fields = {key: value for key, value in fields.items() if key not in gone and not key.startswith("_")}
+    fields = {key: value for key, value in fields.items() if key not in removed and not key.startswith("_")}
     return replace(config, fields=fields | values)
 
 
@@ -369,10 +431,15 @@ def _per_layer(config: JsonObject, key: str, value: Any, words: Any) -> list[Any
     if isinstance(words, dict):
         if not isinstance(value, str | list) or not {*map(str, value)} <= {*words}:
             raise config.error(key, f"a sequence of {' '.join(words)}, an entry per layer", value)
-        return [words[str(one)] for one in value]
+        return [words[str(letter)] for letter in value]
     count = config.integer("num_hidden_layers", 1, maximum=MAX_LAYERS)
-    values = value if isinstance(value, list) else range(1, config.integer(key, minimum=0, maximum=MAX_LAYERS) + 1)
-    return [words[number in values] for number in range(1, count + 1)]
+    numbers: Sequence[int]  # layers with the second word, counted from 1
+    if isinstance(value, list):
+        numbers = value
+    else:
+        num_first = config.integer(key, minimum=0, maximum=MAX_LAYERS)
+        numbers = range(1, num_first + 1)
+    return [words[number in numbers] for number in range(1, count + 1)]
 
 
 def adapt(config: JsonObject, model: ModelSpec) -> ModelSpec:
