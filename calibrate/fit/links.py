@@ -23,6 +23,7 @@ from calibrate.fit.fit import (
     to_digits,
 )
 from kvrsim.hardware import AllReduceRates, GatherRates, LinkSpec, MeasuredAllReduce
+from kvrsim.kernels.profile import Gather
 from kvrsim.program import Array
 
 OWN_SHARE = 0.44  # GatherRates.own_share: from the slopes at 2, 4 and 8 ranks, equal on A100, H100 and H200
@@ -61,7 +62,7 @@ def fit_send_recv(rows: Sequence[Measurement], link: LinkSpec) -> FitResult[Send
             Parameter(name="bandwidth_bytes_per_s", start=0.75 * peak, low=1e-3 * peak, high=peak),
         ),
         make=lambda values: SendRates(**values),
-        seconds=lambda rates, some: rates.seconds(nbytes[some]),
+        seconds=lambda rates, indices: rates.seconds(nbytes[indices]),
         starts=4,
     )
     return _fit_of(messages, fit.rates, fit.own, fit.left_out("sizes", nbytes.tolist()))
@@ -79,10 +80,10 @@ def fit_all_gather(rows: Sequence[Measurement], link: LinkSpec) -> FitResult[Gat
     latency_s = link.latency_s
     longest_s = max(1e-3, 10 * latency_s)
 
-    def seconds(rates: GatherRates, some: Some) -> Array:
-        sizes = nbytes[some]
-        counts = ranks[some]
-        result = np.empty(len(some))
+    def seconds(rates: GatherRates, indices: Some) -> Array:
+        sizes = nbytes[indices]
+        counts = ranks[indices]
+        result = np.empty(len(indices))
         for count in np.unique(counts):
             same = counts == count
             result[same] = rates.seconds(sizes[same], int(count))
@@ -113,29 +114,35 @@ def fit_all_reduce(rows: Sequence[Measurement]) -> FitResult[AllReduceRates]:
     """
     usable = usable_link_rows(rows, "all_reduce")
     has_ring = any(row.kernel.endswith(RING) for row in usable)
-    usable, why = _fastest(usable) if has_ring else (usable, "")
+    why = ""
+    if has_ring:
+        usable, why = _fastest(usable)
     fastest: dict[tuple[int, int], Measurement] = {}
     for row in usable:
         key = row.ranks or 0, row.bytes or 0
-        fastest[key] = min(fastest.get(key, row), row, key=lambda one: one.median_s)
+        if key not in fastest or row.median_s < fastest[key].median_s:
+            fastest[key] = row
     calls = [fastest[key] for key in sorted(fastest)]
-    nbytes, ranks, seconds = (column(calls, name) for name in ("bytes", "ranks", "median_s"))
+    nbytes = column(calls, "bytes")
+    ranks = column(calls, "ranks")
+    seconds = column(calls, "median_s")
 
-    def rates_of(some: Some) -> AllReduceRates:
-        counts = sorted(set(ranks[some].tolist()))
-        same = [some[ranks[some] == count] for count in counts]
-        tables = (_table(int(count), nbytes[of], seconds[of]) for count, of in zip(counts, same, strict=True))
+    def rates_of(indices: Some) -> AllReduceRates:
+        tables = []
+        for count in sorted(set(ranks[indices].tolist())):
+            same = indices[ranks[indices] == count]
+            tables.append(_table(int(count), nbytes[same], seconds[same]))
         return AllReduceRates(measured=tuple(tables))
 
     def predict(train: Some, test: Some) -> Array:
         rates = rates_of(train)
         return np.array([float(rates.seconds(nbytes[index], int(ranks[index]))) for index in test])
 
-    every = np.arange(len(calls))
-    own = FitComparison(label="fitted", measured_s=seconds, predicted_s=predict(every, every))
+    all_calls = np.arange(len(calls))
+    fitted = FitComparison(label="fitted", measured_s=seconds, predicted_s=predict(all_calls, all_calls))
     left_out_s = cross_validated_s(nbytes.tolist(), predict)
     held_out = FitComparison(label="sizes left out", measured_s=seconds, predicted_s=left_out_s)
-    return _fit_of(calls, rates_of(every), own, held_out, why=why, gathers=has_ring)
+    return _fit_of(calls, rates_of(all_calls), fitted, held_out, why=why, gathers=has_ring)
 
 
 def _table(num_gpus: int, sizes: Array, seconds: Array) -> MeasuredAllReduce:
@@ -153,20 +160,23 @@ def _table(num_gpus: int, sizes: Array, seconds: Array) -> MeasuredAllReduce:
 def _fit_of(
     rows: Sequence[Measurement],
     rates: Rates,
-    own: FitComparison,
+    fitted: FitComparison,
     held_out: FitComparison,
     *,
     why: str = "",
     gathers: bool = False,
 ) -> FitResult[Rates]:
     """Make the result. `why`: a note on the kernel; `gathers`: whether to note the algorithm of all-gathers."""
+    gather: Gather | None = None
+    if gathers:
+        gather = "ring" if rows[0].kernel.endswith(RING) else "collective"
     return FitResult(
         rates=rates,
         source=sources_of(rows) + why,
-        own=own,
+        own=fitted,
         cross_validated=held_out,
         seen=ranges_of(rows, ("bytes", "ranks")),
-        gather=("ring" if rows[0].kernel.endswith(RING) else "collective") if gathers else None,
+        gather=gather,
     )
 
 
@@ -189,9 +199,11 @@ def _fastest(rows: Sequence[Measurement]) -> tuple[list[Measurement], str]:
     common = set.intersection(*map(set, seconds.values()))
     largest = dict(sorted(common))  # largest common bytes by number of ranks
     if largest:
-        kernel = min(sorted(seconds), key=lambda one: geometric_mean(seconds[one][size] for size in largest.items()))
+        mean_s = {name: geometric_mean(times[size] for size in largest.items()) for name, times in seconds.items()}
+        kernel = min(sorted(mean_s), key=mean_s.__getitem__)
+        why = "faster when large than"
     else:
-        kernel = max(sorted(seconds), key=lambda one: len(seconds[one]))
+        kernel = max(sorted(seconds), key=lambda name: len(seconds[name]))
+        why = "measured more often than"
     others = ", ".join(sorted(set(seconds) - {kernel}))
-    why = "faster when large than" if largest else "measured more often than"
     return [row for row in rows if row.kernel == kernel], f" ({kernel}, {why} {others})"

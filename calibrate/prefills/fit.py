@@ -101,9 +101,9 @@ def make_cases(
     """
     fields = {key: value for key, value in (setting or {}).items() if value is not None}
     cluster = fields.pop("cluster", None)
-    if cluster is None:
-        cluster = cluster_of(profile.gpu) if profile.cluster is None else None
-    elif not isinstance(cluster, Cluster):
+    if cluster is None and profile.cluster is None:
+        cluster = cluster_of(profile.gpu)
+    elif cluster is not None and not isinstance(cluster, Cluster):
         cluster = load_cluster(str(cluster))
     if cluster is not None:
         fields["cluster"] = cluster
@@ -114,13 +114,13 @@ def make_cases(
         if on_progress is not None:
             on_progress(number, len(usable), "preparing rows")
         try:
-            case, about = _case(row, profile, partition_of, fields)
+            case, case_notes = _case(row, profile, partition_of, fields)
         except InputError as error:
             if error.parameter.split(":")[0] not in _OF_A_ROW:
                 raise
             raise InputError(f"{row.where}: {error.parameter}", error.value, error.accepted) from None
         cases.append(case)
-        for note in about:
+        for note in case_notes:
             # Keep one of the notes that differ only in numbers.
             notes.setdefault(getattr(note, "code", re.sub(r"[0-9]+", "", note)), note)
     return PrefillCases(cases=tuple(cases), notes=(*gpu_notes, *notes.values()), cluster=cluster)
@@ -153,7 +153,9 @@ def _of_gpu(rows: Sequence[PrefillRow], profile: CalibrationProfile) -> tuple[li
     for row in rows:
         if row.gpu is None or _is_named(profile.gpu, row.gpu):
             usable.append(row)
-        elif profile.gpu in (chips := _chips(row.gpu)) or not chips:
+            continue
+        chips = _chips(row.gpu)
+        if profile.gpu in chips or not chips:
             unknown[row.gpu] = None
             usable.append(row)
         else:
@@ -186,14 +188,14 @@ def _is_named(gpu: str, text: str) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Errors:
-    """Absolute relative errors of some predictions, as fractions."""
+class PrefillErrors:
+    """Absolute relative errors of predicted prefills, as fractions."""
 
     median_ape: float
     mape: float
 
     @classmethod
-    def of(cls, predicted_s: Array, measured_s: Array) -> Errors:
+    def of(cls, predicted_s: Array, measured_s: Array) -> PrefillErrors:
         """Errors from predicted / measured - 1."""
         size = np.abs(predicted_s / measured_s - 1)
         return cls(median_ape=float(np.median(size)), mape=float(np.mean(size)))
@@ -227,9 +229,9 @@ class PrefillCheck:
     rows: tuple[RowCheck, ...]
 
     @property
-    def errors(self) -> Errors:
+    def errors(self) -> PrefillErrors:
         predicted_s, measured_s = np.array([(row.predicted_s, row.measured_s) for row in self.rows]).T
-        return Errors.of(predicted_s, measured_s)
+        return PrefillErrors.of(predicted_s, measured_s)
 
     @property
     def coverage(self) -> float:
@@ -356,19 +358,19 @@ class PrefillFit:
     solution: Solution
 
     @property
-    def before(self) -> Errors:
+    def before(self) -> PrefillErrors:
         """Errors with the prior engine."""
-        return Errors.of(self.before_s, self.measured_s)
+        return PrefillErrors.of(self.before_s, self.measured_s)
 
     @property
-    def after(self) -> Errors:
+    def after(self) -> PrefillErrors:
         """Errors of the rows that the terms were fitted to."""
-        return Errors.of(self.solution.after_s, self.measured_s)
+        return PrefillErrors.of(self.solution.after_s, self.measured_s)
 
     @property
-    def left_out(self) -> Errors:
+    def left_out(self) -> PrefillErrors:
         """Errors of rows, each predicted with terms fitted without its case."""
-        return Errors.of(self.solution.left_out_s, self.measured_s)
+        return PrefillErrors.of(self.solution.left_out_s, self.measured_s)
 
     def apply(self, case: PrefillCase) -> PrefillCase:
         """The case with the fitted engine and clock."""
@@ -496,7 +498,7 @@ def _range_with(valid: ValidRange, cases: Sequence[PrefillCase]) -> ValidRange:
 
 def _engine_fit(solution: Solution, measured_s: Array, source: str) -> EngineFit:
     """Errors of the fit; `_with_coverage` sets the coverage, which needs the fitted engine."""
-    after, left_out = (Errors.of(seconds, measured_s) for seconds in (solution.after_s, solution.left_out_s))
+    after, left_out = (PrefillErrors.of(seconds, measured_s) for seconds in (solution.after_s, solution.left_out_s))
     return EngineFit(
         source=source,
         num_rows=len(measured_s),

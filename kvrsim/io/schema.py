@@ -75,10 +75,14 @@ class Range:
         )
 
     def __str__(self) -> str:
-        low = f" of at least {self.least:g}" if self.least is not None else ""
-        low = f" above {self.above:g}" if self.above is not None else low
-        high = "" if self.most is None else f" at most {self.most:g}"
-        return low + (" and" + high if low and high else high)
+        limits: list[str] = []
+        if self.above is not None:
+            limits.append(f" above {self.above:g}")
+        elif self.least is not None:
+            limits.append(f" of at least {self.least:g}")
+        if self.most is not None:
+            limits.append(f" at most {self.most:g}")
+        return " and".join(limits)
 
 
 class Check(NamedTuple):
@@ -109,8 +113,10 @@ def to_json(value: Any) -> Any:
     A method `to_dict()` of a dataclass comes first.
     """
     if is_dataclass(value) and not isinstance(value, type):
-        own = getattr(value, "to_dict", None)
-        return fields_to_json(value) if own is None else own()
+        to_dict = getattr(value, "to_dict", None)
+        if to_dict is not None:
+            return to_dict()
+        return fields_to_json(value)
     if isinstance(value, Mapping):
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -140,13 +146,14 @@ def scalars(row: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, Mapping):
-            flat |= {f"{name}.{inner}": one for inner, one in scalars(value).items()}
+            for inner, scalar in scalars(value).items():
+                flat[f"{name}.{inner}"] = scalar
         elif not isinstance(value, list | tuple):
             flat[name] = value
         elif name in _LARGEST:
             flat[name] = max(value, default=None)
-        elif not any(isinstance(one, Mapping) for one in value):
-            flat[name] = ",".join("" if one is None else str(one) for one in value)
+        elif not any(isinstance(item, Mapping) for item in value):
+            flat[name] = ",".join("" if item is None else str(item) for item in value)
     return flat
 
 
@@ -170,8 +177,13 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(too_deep) from None
     level = [value]
     for _ in range(MAX_DEPTH):
-        inner = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, list | dict)]
-        level = [item for items in inner for item in items]
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner.extend(item.values())
+            elif isinstance(item, list):
+                inner.extend(item)
+        level = inner
         if not level:
             return value
     raise ValueError(too_deep)
@@ -201,9 +213,11 @@ class JsonObject:
 
     def error(self, key: str, accepted: str, value: object = _REQUIRED) -> InputError:
         """Error for the value of a key; `value`: the wrong part, if only a part is wrong."""
-        value = self.fields.get(key, ABSENT) if value is _REQUIRED else value
-        text = value if isinstance(value, str) or value is ABSENT else json.dumps(value)
-        return InputError(f"{self.where}: {self.key_path}{key}", text, accepted)
+        if value is _REQUIRED:
+            value = self.fields.get(key, ABSENT)
+        if not isinstance(value, str) and value is not ABSENT:
+            value = json.dumps(value)
+        return InputError(f"{self.where}: {self.key_path}{key}", value, accepted)
 
     def has(self, key: str) -> bool:
         return self.fields.get(key) is not None
@@ -217,7 +231,9 @@ class JsonObject:
         accepted = list(keys)
         for key, value in self.fields.items():
             if key not in accepted and value is not None and not key.startswith("_"):
-                place = f"{self.where}: key in {self.key_path[:-1]}" if self.key_path else f"{self.where}: key"
+                place = f"{self.where}: key"
+                if self.key_path:
+                    place = f"{self.where}: key in {self.key_path[:-1]}"
                 raise InputError(place, key, ", ".join(accepted))
 
     def without(self, *keys: str) -> JsonObject:
@@ -417,21 +433,31 @@ class _Kind:
         if base is float or base is int:
             return self._number(value)
         if base is str:
-            return " ".join(value.split()) or None if isinstance(value, str) else None
+            if not isinstance(value, str):
+                return None
+            return " ".join(value.split()) or None
         if origin in (dict, Mapping):
-            return self._mapping(value, path, data) if isinstance(value, dict) else None
+            if not isinstance(value, dict):
+                return None
+            return self._mapping(value, path, data)
         if origin in (tuple, list, Sequence):
-            return self._array(value, path, data) if isinstance(value, list) else None
+            if not isinstance(value, list):
+                return None
+            return self._array(value, path, data)
         if isinstance(base, type) and is_dataclass(base):
             if not isinstance(value, dict):
                 return None
-            own = getattr(base, "read", None)
             child = data.inner(value, path)
-            return read(base, child) if own is None else own(child)
+            read_object = getattr(base, "read", None)
+            if read_object is not None:
+                return read_object(child)
+            return read(base, child)
         if base is Any:
             return value
         accepted = self.args if origin is Literal else (True, False)
-        return value if type(value) in {type(one) for one in accepted} and value in accepted else None
+        if type(value) in set(map(type, accepted)) and value in accepted:
+            return value
+        return None
 
     def _number(self, value: Any) -> float | int | None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
@@ -461,7 +487,9 @@ class _Kind:
         child = data.inner(value, path)
         if self.keys is not None:
             child.only(self.keys)
-        names = value if self.keys is None else [key for key in self.keys if child.has(key)]
+        names = list(value)
+        if self.keys is not None:
+            names = [key for key in self.keys if child.has(key)]
         return {key: self.inner[1].read(value[key], key, child) for key in names}
 
     def _read_union(self, value: Any, path: str, data: JsonObject) -> Any:
@@ -471,6 +499,7 @@ class _Kind:
             best = max(objects, key=lambda kind: len(_fields(kind.base).keys() & value.keys()))
             return best.read(value, path, data)
         for kind in kinds:
-            if (result := kind._convert(value, path, data)) is not None:
+            result = kind._convert(value, path, data)
+            if result is not None:
                 return result
         raise data.error(path, self.accepted, value)

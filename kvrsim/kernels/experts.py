@@ -108,14 +108,14 @@ class GroupedRates:
 
     def seconds(self, call: ExpertsCall, batch: int, width: Width) -> Array:
         """Seconds of one call; `width` is the bytes per element of the operands."""
-        each = of_each(width)
+        operands = of_each(width)
         rows = call.rows(batch)
         active = call.active(rows)
         features = call.up_features * (call.hidden_size + self.tile_features)
         features += call.hidden_size * (call.intermediate_size + self.tile_features)
         compute_s = (rows + 0.5 * self.tile_rows * active) * (2.0 * features / self.flops_per_s)
-        weights_s = active * (call.expert_weights * each.weight / self.weight_bytes_per_s)
-        row_bytes = (call.hidden_size + call.intermediate_size) * (each.input + each.output)
+        weights_s = active * (call.expert_weights * operands.weight / self.weight_bytes_per_s)
+        row_bytes = (call.hidden_size + call.intermediate_size) * (operands.input + operands.output)
         moved_s = rows * (row_bytes / self.row_bytes_per_s)
         return np.asarray((self.start_s + np.hypot(compute_s, weights_s) + moved_s) * (call.tokens > 0))
 
@@ -129,18 +129,22 @@ class ExpertRates:
 
     def covers(self, compute: str | None, element_bytes: int) -> bool:
         """Whether there are rates of a type or a substitute; `element_bytes`: bytes of the request's dtype."""
-        return element_bytes == _HALF_BYTES if compute is None else self.rates_type(compute) is not None
+        if compute is None:
+            return element_bytes == _HALF_BYTES
+        return self.rates_type(compute) is not None
 
     def of(self, call: ExpertsCall) -> tuple[GroupedRates, Width] | None:
         """Rates for a call's type and bytes per element of its operands; None if no measured type is similar."""
         if call.compute is None:
             return self.half, _HALF_BYTES
         kind = self.rates_type(call.compute)
-        return None if kind is None else (self.types[kind], GEMM_TYPES[kind])
+        if kind is None:
+            return None
+        return self.types[kind], GEMM_TYPES[kind]
 
     def rates_type(self, compute: str) -> str | None:
         """The measured type that provides the rates of a quantised type; None if no measured type is similar."""
-        return next((one for one in alike(compute) if one in self.types), None)
+        return next((kind for kind in alike(compute) if kind in self.types), None)
 
 
 def mean_imbalance(num_experts: int, num_experts_per_tok: int, num_gpus: int) -> float:

@@ -43,27 +43,35 @@ class PrefixPlacement:
         """Parse "host" or "remote:10GB/s". Raises InputError naming the argument for anything else."""
         place, colon, bandwidth = text.partition(":")
         try:
-            rate = parse_bandwidth(bandwidth, argument) if colon else None
+            rate = None
+            if colon:
+                rate = parse_bandwidth(bandwidth, argument)
             return cls(place=cast(PrefixPlace, place), bytes_per_s=rate)
         except InputError as error:
             raise InputError(argument, text, _ACCEPTED) from error
 
     def describe(self) -> str:
         """The text that `parse` accepts."""
-        return self.place if self.bytes_per_s is None else f"{self.place}:{self.bytes_per_s / 1e9:.12g}GB/s"
+        if self.bytes_per_s is None:
+            return self.place
+        return f"{self.place}:{self.bytes_per_s / 1e9:.12g}GB/s"
 
     def path(self, cluster: Cluster) -> Path | None:
         """The path over which a GPU loads the prefix; None if the prefix is on the GPUs."""
         if self.place not in _LOADED:
             return None
         link = prefix_link(cluster, self.place)
-        rate = link.bandwidth_bytes_per_s if self.bytes_per_s is None else self.bytes_per_s
+        rate = self.bytes_per_s
+        if rate is None:
+            rate = link.bandwidth_bytes_per_s
         return Path(bandwidth_bytes_per_s=rate, latency_s=link.latency_s, shared_bus=False)
 
     def slower(self, cluster: Cluster, factor: float) -> PrefixPlacement:
         """The placement with the link's bandwidth divided by a factor."""
         path = self.path(cluster)
-        return self if path is None else replace(self, bytes_per_s=path.bandwidth_bytes_per_s / factor)
+        if path is None:
+            return self
+        return replace(self, bytes_per_s=path.bandwidth_bytes_per_s / factor)
 
 
 ON_EVERY_RANK = PrefixPlacement()
@@ -95,10 +103,12 @@ class PrefixAccessPlan(NamedTuple):
         rank drops data from other ranks after the layer, so that it holds two layers at most: the current and the next.
         reads_peers: the rank reads the shares of other ranks itself; False if the strategy's messages carry them.
         """
-        own = prefix_bytes if self.access == "whole" else prefix_bytes / self.num_ranks
+        share_bytes = prefix_bytes
+        if self.access != "whole":
+            share_bytes = prefix_bytes / self.num_ranks
         if not (reads_peers and self.peers is not None):
-            return self.load_own(own)
-        others = prefix_bytes - own
+            return self.load_own(share_bytes)
+        others = prefix_bytes - share_bytes
         seconds = self.peers.busy_s(others)
         latency_s = self.peers.latency_s
         if self.source is None:
@@ -107,7 +117,7 @@ class PrefixAccessPlan(NamedTuple):
         return Load(
             name=self.source_name,
             nbytes=prefix_bytes,
-            seconds=np.maximum(self.source.busy_s(own), seconds),
+            seconds=np.maximum(self.source.busy_s(share_bytes), seconds),
             latency_s=self.source.latency_s + latency_s,
         )
 

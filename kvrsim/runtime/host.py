@@ -24,7 +24,9 @@ def started_by_torchrun() -> bool:
 
 def available_cores() -> list[int]:
     """Return the cores that this process may use; empty if the system does not report them."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    return sorted(os.sched_getaffinity(0))
 
 
 def num_gpus() -> int:
@@ -45,10 +47,14 @@ def chosen_device(device: str) -> str:
     """Resolve a device; "auto" is cuda if available. Raises InputError if the device is unknown or absent."""
     if device not in DEVICES:
         raise InputError("device", device, ", ".join(DEVICES))
-    there = num_gpus() > 0
-    if device == "cuda" and not there:
+    has_gpu = num_gpus() > 0
+    if device == "cuda" and not has_gpu:
         raise InputError("device", device, "cpu: torch sees no GPU here")
-    return ("cuda" if there else "cpu") if device == "auto" else device
+    if device != "auto":
+        return device
+    if has_gpu:
+        return "cuda"
+    return "cpu"
 
 
 def cpu_name() -> str:
@@ -57,8 +63,12 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names and names[0] else platform.processor() or platform.machine() or "CPU"
+    name = ""
+    for line in lines:
+        if line.startswith("model name"):
+            name = line.partition(":")[2].strip()
+            break
+    return name or platform.processor() or platform.machine() or "CPU"
 
 
 def device_name(device: str) -> str:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from calibrate.measure.campaign import Campaign, Outcome
     from calibrate.measure.forward import ComputeSetup
     from calibrate.measure.ranks import LinkSetup
-    from calibrate.prefills.fit import Errors, PrefillCheck, PrefillFit, TermFit
+    from calibrate.prefills.fit import PrefillCheck, PrefillErrors, PrefillFit, TermFit
     from kvrsim.scenario import Scenario
 
 app = CommandGroup()
@@ -542,5 +542,5 @@ def _value(term: TermFit, value: float) -> str:
     return f"{value:.3g}" if term.prior.name in _RATIOS else format_seconds(value)
 
 
-def _shares(errors: Errors) -> tuple[str, str]:
+def _shares(errors: PrefillErrors) -> tuple[str, str]:
     return f"{errors.median_ape:.1%}", f"{errors.mape:.1%}"
