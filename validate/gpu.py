@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_high
 
+from kvrsim.strategies import usual_names
 from validate.report import CommandError, kvrsim, table, write_page
 
 TINY = Path(__file__).parent / "models" / "tiny.json"  # a model small enough for two busy cores
-STRATEGIES = ("single", "tsp", "kvr-e", "kvr-s")
 LOGITS = {"fp16": 2e-2, "fp32": 1e-3}  # largest accepted differences by dtype, as a share of the largest logit
 MOST_ERROR = 0.10  # largest accepted median error of predicted TTFTs
 _NO_GPU = (
@@ -135,7 +135,7 @@ def logits(machine: Machine) -> Finding:
     """Compare logits of the paper's strategies, on two ranks and on all ranks, with those of one process."""
     finding = Finding()
     tokens = 4096 if machine.on_gpu else 256
-    for strategy in STRATEGIES:
+    for strategy in usual_names("confirmations"):
         for gpus in (1,) if strategy == "single" else sorted({2, machine.most_ranks} - {1}):
             words = ["--strategy", strategy, "--gpus", gpus, "--ctx", tokens, "--dtype", machine.dtype, "--check"]
             words += ["--attention", "sdpa" if strategy == "tsp" else "flash", "--repeats", 1]

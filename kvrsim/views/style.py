@@ -75,7 +75,8 @@ def strategy_colour(name: str) -> Colour:
     """The colour of a strategy, the same in every figure and page.
 
     cp4 has the colour of zigzag, tp4 of tp, pp4 of pp. A hybrid has the colour of the strategy between its groups; the
-    larger the groups, the nearer it is to the colour of text. A user's strategy mixes two colours chosen by its name.
+    larger the groups, the nearer it is to the colour of text. A strategy without a `colour`, such as a user's, mixes
+    two colours chosen by its name.
     """
     if name in STRATEGY_COLOURS:
         return STRATEGY_COLOURS[name]
@@ -161,5 +162,7 @@ def rules(strategies: Iterable[str]) -> str:
 def _values(ground: Ground, strategies: Iterable[str]) -> str:
     values = {"--ink": TEXT, "--dim": FAINT_TEXT, "--card": GROUND, "--hatch": WAITING_LINES}
     values |= {variable("op", name): one.colour for name, one in OPERATIONS.items()}
-    values |= {variable("strategy", name): strategy_colour(name) for name in (*STRATEGY_COLOURS, *strategies)}
+    values |= {
+        variable("strategy", name): strategy_colour(name) for name in (*STRATEGY_COLOURS, *STRATEGIES, *strategies)
+    }
     return ";".join(f"{name}:{colour.on(ground)}" for name, colour in values.items())
