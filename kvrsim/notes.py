@@ -42,7 +42,7 @@ class Note(str):
         return Note, (str(self), self.code, self.values)
 
 
-def with_code(notes: Iterable[str], *codes: str) -> list[str]:
+def with_code(notes: Iterable[str], *codes: str) -> list[Note]:
     """Return the notes that have one of these codes."""
     return [note for note in notes if isinstance(note, Note) and note.code in codes]
 

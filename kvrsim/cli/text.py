@@ -65,13 +65,19 @@ def show(*parts: Part) -> None:
     columns; if it is still too wide, its rows are printed as lists. Without a terminal the table stays whole.
     """
     text = page(parts, get_terminal_size((_NO_TERMINAL, 1)).columns, terminal=sys.stdout.isatty())
-    click.echo(text, color=False if os.environ.get("NO_COLOR") else None)
+    color = None  # click decides
+    if os.environ.get("NO_COLOR"):
+        color = False
+    click.echo(text, color=color)
 
 
 def page(parts: Sequence[Part], width: int, *, terminal: bool) -> str:
     """Lines that `show` prints at a given width, with style codes on a terminal."""
-    fitted = (one for part in parts for one in _fit(part, width, terminal=terminal))
-    text = "\n".join(line for part in fitted for line in _lines(part, width, terminal=terminal))
+    lines = list[str]()
+    for part in parts:
+        for fitted in _fit(part, width, terminal=terminal):
+            lines += _lines(fitted, width, terminal=terminal)
+    text = "\n".join(lines)
     return text if terminal else click.unstyle(text)
 
 
@@ -84,7 +90,10 @@ def _lines(part: Part, width: int, *, terminal: bool) -> Iterator[str]:
         for row in part.rows:
             yield from _row(row, [first, max(1, width - first - 1)], styles=(part.style, ""))
     else:
-        gap = 2 if width >= _WIDE and not (terminal and natural_width(part, prose=_PROSE, gap=2) > width) else 1
+        gap = 1
+        has_room = not terminal or natural_width(part, prose=_PROSE, gap=2) <= width
+        if width >= _WIDE and has_room:
+            gap = 2
         widths = _table_widths(part, width - gap * (len(part.columns) - 1))
         layout: Any = {"widths": widths, "numbers": [column.number for column in part.columns], "gap": " " * gap}
         yield from _row([column.title for column in part.columns], **layout, styles=["bold"] * len(widths))
@@ -102,62 +111,67 @@ def _row(
 ) -> Iterator[str]:
     """Lines of cells next to each other; numbers are aligned to the right."""
     wrapped = [_wrap(cell, width) for cell, width in zip(cells, widths, strict=True)]
-    about = [
-        (width, number, f"{style} {cell.style if isinstance(cell, Text) else ''}")
-        for cell, width, number, style in zip(cells, widths, numbers, styles, strict=False)
+    cell_styles = [
+        f"{style} {cell.style}" if isinstance(cell, Text) else style for cell, style in zip(cells, styles, strict=False)
     ]
+    columns = list(zip(widths, numbers, cell_styles, strict=False))
     for texts in zip_longest(*wrapped, fillvalue=""):
-        lines = (
-            " " * (number * (width - len(text))) + _style(text, style) + " " * (not number and width - len(text))
-            for text, (width, number, style) in zip(texts, about, strict=True)
-        )
-        yield gap.join(lines).rstrip()
+        line = list[str]()
+        for text, (width, is_number, style) in zip(texts, columns, strict=True):
+            blanks = " " * (width - len(text))
+            styled = _style(text, style)
+            line.append(blanks + styled if is_number else styled + blanks)
+        yield gap.join(line).rstrip()
 
 
 def _wrap(text: str, width: int) -> list[str]:
     """Lines of a text at most `width` wide; longer words are split. Control characters are escaped."""
-    return [
-        line
-        for whole in printable(text).split("\n")
-        for line in textwrap.wrap(whole, width, replace_whitespace=False, break_on_hyphens=False) or [""]
-    ]
+    lines = list[str]()
+    for paragraph in printable(text).split("\n"):
+        wrapped = textwrap.wrap(paragraph, width, replace_whitespace=False, break_on_hyphens=False)
+        lines += wrapped or [""]
+    return lines
 
 
 def _style(text: str, style: str) -> str:
     """Mark up a text with the codes of a terminal; `style` names some of _STYLES."""
-    codes = {key: value for name in style.split() for key, value in _STYLES[name].items()}
-    return click.style(text, **codes) if text and codes else text
+    codes: dict[str, Any] = {}
+    for name in style.split():
+        codes |= _STYLES[name]
+    if not text or not codes:
+        return text
+    return click.style(text, **codes)
 
 
 def markdown(parts: Sequence[Part]) -> str:
     """The tables of a screen in Markdown."""
-    return "\n\n".join(
-        markdown_table(
-            [column.label for column in part.columns],
-            [[in_markdown(cell) for cell in cells] for cells in part.texts()],
-            ["---:" if column.number else "---" for column in part.columns],
-        )
-        for part in parts
-        if isinstance(part, Table)
-    )
+    return "\n\n".join(_markdown_table(part) for part in parts if isinstance(part, Table))
+
+
+def _markdown_table(table: Table) -> str:
+    titles = [column.label for column in table.columns]
+    rows = [list(map(in_markdown, cells)) for cells in table.texts()]
+    rules = ["---:" if column.number else "---" for column in table.columns]
+    return markdown_table(titles, rows, rules)
 
 
 def _fit(part: Part, width: int, *, terminal: bool) -> Iterator[str | Table | Facts]:
     """The text of a part of a screen at a given width."""
     if not isinstance(part, Table) or not terminal:
         yield part
-    else:
-        table = part
-        for rank in sorted({column.rank for column in part.columns} - {1}, reverse=True):
-            if natural_width(table, prose=_PROSE) > width:
-                table = table.without(rank)
+        return
+    table = part
+    for rank in sorted({column.rank for column in part.columns} - {1}, reverse=True):
         if natural_width(table, prose=_PROSE) > width:
-            yield from _stack(part)
-            return
-        yield table
-        titles = {column.title for column in table.columns}
-        if gone := [column.label for column in part.columns if column.title not in titles]:
-            yield Text(f"columns hidden for lack of width: {', '.join(gone)}", "dim")
+            table = table.without(rank)
+    if natural_width(table, prose=_PROSE) > width:
+        yield from _stack(part)
+        return
+    yield table
+    titles = {column.title for column in table.columns}
+    hidden = [column.label for column in part.columns if column.title not in titles]
+    if hidden:
+        yield Text(f"columns hidden for lack of width: {', '.join(hidden)}", "dim")
 
 
 def _stack(table: Table) -> Iterator[str | Facts]:
@@ -165,7 +179,8 @@ def _stack(table: Table) -> Iterator[str | Facts]:
     first, *others = table.columns
     for cells in table.texts():
         yield Text(f"{first.label} {cells[0]}".strip(), "bold")
-        yield facts(*((f"  {column.label}", cell) for column, cell in zip(others, cells[1:], strict=True)), style="")
+        labels = [f"  {column.label}" for column in others]
+        yield facts(*zip(labels, cells[1:], strict=True), style="")
 
 
 def natural_width(table: Table, *, prose: int = 0, gap: int = 1) -> int:
@@ -178,10 +193,13 @@ def _least_widths(table: Table, prose: float) -> list[int]:
     widths = []
     rows = table.texts()
     for place, column in enumerate(table.columns):
-        lines = [line for text in (column.title, *(cells[place] for cells in rows)) for line in text.split("\n")]
-        longest = max(map(len, lines))
-        words = max((len(word) for line in lines for word in line.split()), default=0)
-        widths.append(max(words, int(min(longest, prose))) if column.wraps else longest)
+        text = "\n".join([column.title, *(cells[place] for cells in rows)])
+        longest = max(map(len, text.split("\n")))
+        if column.wraps:
+            longest_word = max(map(len, text.split()), default=0)
+            widths.append(max(longest_word, int(min(longest, prose))))
+        else:
+            widths.append(longest)
     return widths
 
 
@@ -215,7 +233,9 @@ def _branch(content: Mapping[str, Any], indent: str) -> Iterator[tuple[str, str]
 def _plain(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_plain, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def blocks_text(query_blocks: Sequence[int]) -> str:
@@ -228,10 +248,14 @@ def stages_text(pieces: Sequence[int], layers: Sequence[int]) -> str:
     text = str(pieces[0])
     if len(set(pieces)) > 1:
         runs = [(piece, len(list(same))) for piece, same in groupby(pieces)]
-        text = ", ".join(f"{count} × {piece}" if count > 1 else str(piece) for piece, count in runs)
-    stages = str(layers[0]) if len(set(layers)) == 1 else format_partition(layers, room=4 * len(layers))
-    numbers = f"{len(pieces)} piece{'s' * (len(pieces) != 1)}", f"{len(layers)} stage{'s' * (len(layers) != 1)}"
-    return f"{numbers[0]} of {text} tokens; {numbers[1]} of {stages} layers"
+        texts = [f"{count} × {piece}" if count > 1 else str(piece) for piece, count in runs]
+        text = ", ".join(texts)
+    stages = str(layers[0])
+    if len(set(layers)) > 1:
+        stages = format_partition(layers, room=4 * len(layers))
+    num_pieces = f"{len(pieces)} piece{'s' * (len(pieces) != 1)}"
+    num_stages = f"{len(layers)} stage{'s' * (len(layers) != 1)}"
+    return f"{num_pieces} of {text} tokens; {num_stages} of {stages} layers"
 
 
 def round_up_percent(share: float) -> str:
@@ -243,9 +267,11 @@ def header(question: Question, cluster: Cluster, what: str | None = None) -> tup
     """The question in two lines; `cluster` is the simulated one, `what` names the task (default: one prefill)."""
     request = question.request()
     cached = question.prefix_text()
-    one = f"Prefill of {request}{',' * bool(cached)} by {question.model}"
-    first = (one,) if what is None else (what, *cached)
-    first = (*first, *question.settings())
+    if what is None:
+        task: tuple[str, ...] = (f"Prefill of {request}{',' * bool(cached)} by {question.model}",)
+    else:
+        task = (what, *cached)
+    first = (*task, *question.settings())
     second = (cluster.describe(), f"profile {question.profile}", *question.engine_text())
     return Text(" · ".join(first)), Text(" · ".join(second), style="dim")
 
@@ -270,16 +296,20 @@ def rests_on_line(question: Question, *more: str) -> str:
 
     if question.profile == ROOFLINE:
         return f"the datasheet of {question.cluster.gpu.name}, no measurement: TTFTs are lower limits"
-    engine = "" if question.engine == NO_ENGINE else f", engine {question.engine}"
-    shipped = question.profile in builtin_profiles()
-    details = f"kvrsim profiles show {question.profile}" if shipped else "details: --json"
-    return f"{'; '.join((f'profile {question.profile}{engine}', *more))} ({details})"
+    basis = f"profile {question.profile}"
+    if question.engine != NO_ENGINE:
+        basis += f", engine {question.engine}"
+    details = "details: --json"
+    if question.profile in builtin_profiles():
+        details = f"kvrsim profiles show {question.profile}"
+    return f"{'; '.join([basis, *more])} ({details})"
 
 
 def coverage_text(coverage: float | None) -> str:
     """Note on the coverage of 80 % intervals; `coverage` as in interval_title."""
-    share = "were not checked on whole prefills" if coverage is None else f"contained {coverage:.0%} of held-out TTFTs"
-    return f"80 % intervals {share}"
+    if coverage is None:
+        return "80 % intervals were not checked on whole prefills"
+    return f"80 % intervals contained {coverage:.0%} of held-out TTFTs"
 
 
 def limit_text(limit: MemoryLimit) -> str:
@@ -309,8 +339,10 @@ def misfit_row(strategy: str, memory: Sequence[RankMemory], limit_bytes: int) ->
     needs = f"{format_bytes(memory[worst].total)} of {format_bytes(limit_bytes)}"
     parts = sorted(memory[worst].at_peak.items(), key=lambda part: -part[1])
     sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
-    others = f"; {len(over) - 1} other ranks need more than the limit, too" if len(over) > 1 else ""
-    return "", f"{strategy}, rank {worst} needs {needs}: {sizes}{others}"
+    text = f"{strategy}, rank {worst} needs {needs}: {sizes}"
+    if len(over) > 1:
+        text += f"; {len(over) - 1} other ranks need more than the limit, too"
+    return "", text
 
 
 def mean_change(noisy: Distribution) -> str:

@@ -21,7 +21,7 @@ from kvrsim.strategies import STRATEGIES, get_strategy, label_of
 from kvrsim.units import format_seconds
 from planner.capacity.fleet import FleetLimits
 from planner.capacity.request import CapacityRequest
-from planner.capacity.result import CapacityPlan, FleetAnswer, Growth, Infeasible, format_share, groups_of
+from planner.capacity.result import CapacityPlan, FleetAnswer, GroupAnswer, Growth, Infeasible, format_share, groups_of
 from planner.capacity.search import FleetFit, FleetSearch, FleetSimulator
 from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
 from planner.capacity.work import Work
@@ -32,7 +32,7 @@ from planner.uncertainty.intervals import layout_notes
 
 LONG = 60_000  # number of requests above which designs are searched on a part of the workload
 _STRETCH = 40_000  # number of requests in the part of the workload
-_ALTERNATIVES = 8
+_ALTERNATIVES = 8  # most other fleets in the answer
 GROWTH = (1.5, 2.0, 3.0)  # multiples of the requests for which the question is asked again
 _MOST_IN_GROWTH = 600_000  # requests of all workloads together; a search with so many takes about a minute
 
@@ -62,8 +62,9 @@ def plan_capacity(
     plan = _report(outcome, warnings)
     if plan.answer is not None:
         growth, note = sizing.growth(request)
-        notes = (*plan.warnings, note) if note else plan.warnings
-        plan = replace(plan, growth=growth, warnings=notes)
+        plan = replace(plan, growth=growth)
+        if note is not None:
+            plan = replace(plan, warnings=(*plan.warnings, note))
     seconds = time.perf_counter() - begin_s
     return replace(plan, simulated_requests=sizing.work.simulated, seconds=seconds)
 
@@ -131,15 +132,17 @@ class Sizing:
         if not sizes:
             budget_s = self.work.pool.time_budget_s
             raise InputError("time_budget", f"{budget_s:g}s", "a longer time: no group is simulated yet")
-        own_request = replace(request, limits=replace(limits, sizes=sizes))
-        search = FleetSearch(FleetSimulator(own_request, workloads, times, self.work))
+        limited = replace(request, limits=replace(limits, sizes=sizes))
+        search = FleetSearch(FleetSimulator(limited, workloads, times, self.work))
         fits = search.all_fits(_stretch(workloads))
         fleets = search.answers(fits)
         tried = None
         if request.sure and fleets:  # groups are added one by one until the interval is safe; a cheaper fleet may be
             tried = search.around(fits, fleets)
-            fleets = search.in_order({one.fleet: one for one in (*tried, *fleets)}.values())
-        longest = replace(self.scenario.request, context_len=max(int(one.context_len.max()) for one in workloads))
+            by_fleet = {answer.fleet: answer for answer in (*tried, *fleets)}
+            fleets = search.in_order(by_fleet.values())
+        longest_context = max(int(workload.context_len.max()) for workload in workloads)
+        longest = replace(self.scenario.request, context_len=longest_context)
         largest = replace(self.scenario.on_gpus(max(sizes)), request=replace(longest, cached_prefix=0))
         fleets = [replace(fleet, engine=_engines_of(fleet, largest)) for fleet in fleets]
         left_out = self.work.left_out
@@ -150,7 +153,9 @@ class Sizing:
         growth: list[Growth] = []
         for factor in GROWTH:
             source = request.source.times(factor)
-            requests = source.num_requests * (request.replications if source.is_random else 1)
+            requests = source.num_requests
+            if source.is_random:
+                requests *= request.replications
             if requests > _MOST_IN_GROWTH:
                 return tuple(growth), f"{factor:g} times the requests are too many to simulate here; use `rate_scale`"
             if self.work.pool.is_late():
@@ -158,16 +163,21 @@ class Sizing:
             outcome = self.search(replace(request, source=source), f"{factor:g} times the requests")
             if outcome.left_out:
                 return tuple(growth), f"the time budget ended before {factor:g} times the requests were simulated"
-            best = outcome.feasible[0] if outcome.feasible else None
-            growth.append(
-                Growth(
-                    times=factor,
-                    num_gpus=None if best is None else best.total_gpus,
-                    decode_gpus=best.decode.num_gpus if best is not None and best.decode is not None else 0,
-                    cost_per_hour=None if best is None else best.total_cost_per_hour,
-                )
-            )
+            growth.append(_growth(factor, outcome.feasible))
         return tuple(growth), None
+
+
+def _growth(factor: float, feasible: Sequence[FleetAnswer]) -> Growth:
+    """The answer for `factor` times the requests; feasible: the fleets that meet the target, best first."""
+    if not feasible:
+        return Growth(times=factor, num_gpus=None, decode_gpus=0, cost_per_hour=None)
+    best = feasible[0]
+    return Growth(
+        times=factor,
+        num_gpus=best.total_gpus,
+        decode_gpus=0 if best.decode is None else best.decode.num_gpus,
+        cost_per_hour=best.total_cost_per_hour,
+    )
 
 
 def _report(outcome: FleetOutcome, warnings: Sequence[str]) -> CapacityPlan:
@@ -198,61 +208,77 @@ def _report(outcome: FleetOutcome, warnings: Sequence[str]) -> CapacityPlan:
     else:
         nearest = search.nearest_miss()
     tried = outcome.tried
-    if tried is None or nearest is not None:
-        tried = search.around(fits, fleets if nearest is None else [nearest])
+    if nearest is not None:
+        tried = search.around(fits, [nearest])
+    elif tried is None:
+        tried = search.around(fits, fleets)
     # Notes on the lengths of `warnings` are those of the command line's default context, not of the requests.
     notes_of_lengths = ["context-range"]
     if min(int(workload.new_tokens.min()) for workload in workloads) >= SHORT_TOKENS:
         notes_of_lengths.append("engine, short")
-    in_memory = {one.gpus_per_group for one in infeasible if one.code == "memory"}
+    out_of_memory = {groups.gpus_per_group for groups in infeasible if groups.code == "memory"}
     notes = [
         *dict.fromkeys((*without(warnings, *notes_of_lengths), *workloads[0].notes, *notes_on(largest))),
         *interval_notes,
-        *_memory_notes(workloads, times, [size for size in sizes if size not in in_memory]),
+        *_memory_notes(workloads, times, [size for size in sizes if size not in out_of_memory]),
     ]
     if times.left_out or outcome.left_out:
         missing = [f"on {groups_of([size])} {', '.join(names)}" for size, names in times.left_out.items()]
-        missing += [f"{outcome.left_out} designs of fleets"] * (outcome.left_out > 0)
+        if outcome.left_out:
+            missing.append(f"{outcome.left_out} designs of fleets")
         budget_s = simulator.work.pool.time_budget_s
         notes.append(f"--time-budget {budget_s:g}s ended before all was simulated: {'; '.join(missing)}")
     if left_out := policy.left_out(largest):
         notes.append(f"not tried: {', '.join(left_out)}; the option strategies tries those that it names, or all")
-    alternatives = [replace(answer, runs=()) for answer in fleets[1:]]
-    more = next((one for one in alternatives if one.unserved < fleets[0].unserved), None)
-    shown = alternatives[:_ALTERNATIVES]
+    longest_sequence = max(int((workload.context_len + workload.output_tokens).max()) for workload in workloads)
     return CapacityPlan(
         question=_question(largest, request, policy),
         scenario=largest,
         request=request,
         answer=fleets[0] if fleets else None,
         nearest_miss=nearest,
-        alternatives=tuple(shown if more is None or more in shown else [*shown[:-1], more]),
+        alternatives=_alternatives(fleets),
         infeasible=tuple(infeasible),
         workload=workloads[0].summary(),
         kv_transfer=None if request.transfer is None else request.transfer.summary(workloads),
         simulated_requests=simulator.work.simulated,
         seconds=0.0,
         warnings=(*notes, *outcome.notes),
-        longest_sequence=max(int((one.context_len + one.output_tokens).max()) for one in workloads),
+        longest_sequence=longest_sequence,
         would_meet=() if nearest is None else tuple(_would_meet(nearest, simulator)),
         growth=(),
         tried=tried,
     )
 
 
+def _alternatives(fleets: Sequence[FleetAnswer]) -> tuple[FleetAnswer, ...]:
+    """The next fleets after the first; the last of them is one that serves more requests, if some fleet does."""
+    alternatives = [replace(answer, runs=()) for answer in fleets[1:]]
+    shown = alternatives[:_ALTERNATIVES]
+    for answer in alternatives:
+        if answer.unserved < fleets[0].unserved:
+            if answer not in shown:
+                shown[-1] = answer
+            break
+    return tuple(shown)
+
+
 def _engines_of(fleet: FleetAnswer, largest: Scenario) -> str | None:
-    """Engines that have the strategies of all groups of a fleet; None if no engine has. A server runs one strategy."""
-    names: set[str] | None = None
+    """Engines that have the strategies of all groups of a fleet; None if no engine has."""
+    common = set(DEPLOY_ENGINES)
     for group in fleet.groups:
-        here = largest.on_gpus(group.gpus_per_group)
-        each = [
-            set(engines_with(get_strategy(name), here))
-            for name in group.strategies
-            if name in STRATEGIES or "+" in name
-        ]
-        one = each[0] if len(each) == 1 == len(group.strategies) else set()
-        names = one if names is None else names & one
-    return ", ".join(name for name in DEPLOY_ENGINES if name in (names or ())) or None
+        common &= _engines_of_group(group, largest.on_gpus(group.gpus_per_group))
+    return ", ".join(name for name in DEPLOY_ENGINES if name in common) or None
+
+
+def _engines_of_group(group: GroupAnswer, scenario: Scenario) -> set[str]:
+    """Engines that have the strategy of a group; none if the group runs several, as a server runs one strategy."""
+    if len(group.strategies) != 1:
+        return set()
+    (name,) = group.strategies
+    if name not in STRATEGIES and "+" not in name:  # a strategy of the user
+        return set()
+    return set(engines_with(get_strategy(name), scenario))
 
 
 def _would_meet(nearest: FleetAnswer, simulator: FleetSimulator) -> Iterator[str]:
@@ -280,8 +306,9 @@ def _would_meet(nearest: FleetAnswer, simulator: FleetSimulator) -> Iterator[str
 
 def _limits(scenario: Scenario, limits: FleetLimits, policy: StrategyPolicy) -> FleetLimits:
     """The limits with only those group sizes that some strategy supports. Raises InputError if there are none."""
-    if not (sizes := tuple(size for size in limits.sizes if policy.layouts(scenario.on_gpus(size)))):
-        text = ",".join(label_of(one) for one in policy.names or ())
+    sizes = tuple(size for size in limits.sizes if policy.layouts(scenario.on_gpus(size)))
+    if not sizes:
+        text = ",".join(map(label_of, policy.names or ()))
         where = "".join(f" and that {engine.title} has" for engine in policy.engines)
         raise InputError("strategies", text, f"a strategy that runs on {groups_of(limits.sizes)}{where}")
     return replace(limits, sizes=sizes)
@@ -292,14 +319,19 @@ def _stretch(workloads: Sequence[Workload]) -> Workload | None:
     first = workloads[0]
     if len(workloads) == 1 and len(first) <= LONG:
         return None
-    return first if len(first) <= _STRETCH else first.busiest(_STRETCH)
+    if len(first) <= _STRETCH:
+        return first
+    return first.busiest(_STRETCH)
 
 
 def _question(largest: Scenario, request: CapacityRequest, policy: StrategyPolicy) -> Question:
+    strategies = None
+    if policy.names is not None:
+        strategies = list(map(label_of, policy.names))
     return Question.of(
         largest,
         seed=request.seed,
-        strategies=None if policy.names is None else [label_of(one) for one in policy.names],
+        strategies=strategies,
         slo_ttft_s=request.target.slo_s,
         percentile=request.target.percentile,
         sure=request.sure,
@@ -335,6 +367,8 @@ def _memory_notes(workloads: Sequence[Workload], times: ServiceTimes, sizes: Seq
     return (f"{note} {groups_of(alike)}" for note, alike in notes.items())
 
 
-def _lengths(workloads: Sequence[Workload]) -> Sequence[Lengths]:
+def _lengths(workloads: Sequence[Workload]) -> tuple[Lengths, Lengths]:
     """New tokens and cached prefixes of all requests."""
-    return [np.concatenate([getattr(one, name) for one in workloads]) for name in ("new_tokens", "cached_prefix")]
+    new_tokens = np.concatenate([workload.new_tokens for workload in workloads])
+    cached_prefix = np.concatenate([workload.cached_prefix for workload in workloads])
+    return new_tokens, cached_prefix

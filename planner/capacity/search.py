@@ -53,18 +53,17 @@ from planner.capacity.times import ServiceTimes
 from planner.capacity.work import MANY, Work
 from planner.capacity.workload import Workload
 
+# Percentiles of TTFT that an answer has.
 _PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 92.5, 95, 96, 97, 98, 98.5, 99, 99.5, 99.9, 100)
-_REQUEST_QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)
-_WORK_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
-# numbers of groups that are tried above the least one of a bucket
-_OPTIONS = 10
-_OPTIONS_OF_MANY = 3
+_REQUEST_QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)  # shares of the requests at which designs are cut
+_WORK_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)  # shares of all new tokens at which designs are cut
+_OPTIONS = 10  # most numbers of groups that are tried above the least one of a bucket
+_OPTIONS_OF_MANY = 3  # the same where there are more than MANY requests
 _SAFE_LOAD = 0.9  # factor on the mean number of busy groups for a lower bound, since a trace may end with a backlog
 _REFINED = 3  # number of two-bucket designs with a finer search
 _FINER = (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)  # exponents of 2: ratios of nearby cuts to a cut
-# designs that are simulated with fewer and more groups
-_FINALISTS = 6
-_FINALISTS_OF_MANY = 2
+_FINALISTS = 6  # most designs that are simulated with fewer and more groups
+_FINALISTS_OF_MANY = 2  # the same where there are more than MANY requests
 _SCALES = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the numbers of replicas that meet the target
 _BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas, if no fleet meets the target
 
@@ -78,12 +77,13 @@ class Bucket:
         self.members = members
         slo_s = simulator.target.slo_s
         services = simulator.services(group.type)
-        pairs = list(zip(services, members, strict=True))
         self.requests = sum(map(len, members))
-        # Number of requests that would be late even without a queue.
-        self.late_alone = sum(int((service.ttft_s[mine] > slo_s).sum()) for service, mine in pairs)
+        self.late_alone = 0  # number of requests that would be late even without a queue
+        busy_s = 0.0
+        for service, mine in zip(services, members, strict=True):
+            self.late_alone += int((service.ttft_s[mine] > slo_s).sum())
+            busy_s += float((service.busy_s[mine] + service.hold_s[mine]).sum())
         # Average number of busy groups, if all work ends by the deadline of the last request.
-        busy_s = sum(float((service.busy_s[mine] + service.hold_s[mine]).sum()) for service, mine in pairs)
         self.load = busy_s / sum(workload.duration_s + slo_s for workload in simulator.workloads)
         self._late: dict[int, int] = {}
 
@@ -147,9 +147,9 @@ class FleetSimulator:
 
         If all requests fit in the memory of all groups, equal groups of different designs share a bucket.
         """
-        services = [service for group in design for service in self.services(group.type)]
-        anywhere = all(np.isfinite(one.ttft_s).all() for one in services)
-        keys = [(group,) if anywhere else (*design, group) for group in design]
+        keys: list[Fleet] = [(*design, group) for group in design]
+        if all(self._fits_all(group.type) for group in design):
+            keys = [(group,) for group in design]
         if any(key not in self._buckets for key in keys):
             pools = [
                 route(workload.new_tokens, self._services_on(design, number), design)
@@ -159,6 +159,10 @@ class FleetSimulator:
                 if key not in self._buckets:
                     self._buckets[key] = Bucket(self, group, [np.flatnonzero(pool == index) for pool in pools])
         return [self._buckets[key] for key in keys]
+
+    def _fits_all(self, group: GroupType) -> bool:
+        """Whether all requests fit in the memory of groups of this type."""
+        return all(np.isfinite(service.ttft_s).all() for service in self.services(group))
 
     def ttft_alone_s(self, group: GroupType) -> Array:
         """TTFTs of the requests of all workloads, without queueing."""
@@ -181,11 +185,18 @@ class FleetSimulator:
         runs = self.runs(fleet)
         target = self.target
         ttft_s = np.concatenate([run.ttft_s for run in runs])
-        interval = self.interval(fleet, runs) if self.request.sure else None
         in_time = int((ttft_s <= target.slo_s).sum())
-        safe = not self.request.sure or (interval is not None and interval.safe)
+        meets = len(ttft_s) - in_time <= self.allowed
+        interval = None
+        if self.request.sure:
+            interval = self.interval(fleet, runs)
+            meets = meets and interval is not None and interval.safe
         horizon_s = sum(run.horizon_s for run in runs)
-        busy_gpu_s = sum(run.busy_gpu_s for run in runs)
+        utilisation = 0.0
+        goodput_per_s = 0.0
+        if horizon_s:
+            utilisation = sum(run.busy_gpu_s for run in runs) / (gpus_of(fleet) * horizon_s)
+            goodput_per_s = in_time / horizon_s
         decoders = self.decoders(fleet, runs)
         served = [run.workload.context_len[np.isfinite(run.ttft_s)] for run in runs]
         by_percentile = {
@@ -194,15 +205,15 @@ class FleetSimulator:
         return FleetAnswer(
             num_gpus=gpus_of(fleet),
             groups=tuple(self._group(group, index, runs) for index, group in enumerate(fleet)),
-            meets=len(ttft_s) - in_time <= self.allowed and safe,
+            meets=meets,
             p50_ttft_s=by_percentile[50],
             p95_ttft_s=by_percentile[95],
             p99_ttft_s=by_percentile[99],
             max_ttft_s=by_percentile[100],
             target_ttft_s=by_percentile[target.percentile],
             in_time=in_time / len(ttft_s),
-            utilisation=busy_gpu_s / (gpus_of(fleet) * horizon_s) if horizon_s else 0.0,
-            goodput_per_s=in_time / horizon_s if horizon_s else 0.0,
+            utilisation=utilisation,
+            goodput_per_s=goodput_per_s,
             cost_per_hour=self.limits.cost_per_hour(fleet),
             requests=len(ttft_s),
             unserved=int(np.isinf(ttft_s).sum()),
@@ -233,15 +244,21 @@ class FleetSimulator:
             sampled = replications_interval(ttft_s, percentile)
         else:
             sampled = trace_interval(np.concatenate(ttft_s), percentile, self.request.seed)
+        if sampled is None:
+            sampled = (value_s, value_s)
         prefill = self.prefill_at_percentile(fleet, runs)
         factors = (prefill.interval.low_s / prefill.ttft_s, prefill.interval.high_s / prefill.ttft_s)
         ends = []
-        for factor, end_s in zip(factors, sampled or (value_s, value_s), strict=True):
+        for factor, end_s in zip(factors, sampled, strict=True):
             modelled_s = factor * percentile_of(self.faster(factor).ttft_s(fleet), percentile)
             error = math.hypot(math.log(modelled_s / value_s), math.log((end_s or value_s) / value_s))
             ends.append(value_s * math.exp(math.copysign(error, factor - 1)))
-        high_s = ends[1] if math.isfinite(ends[1]) else None
-        return FleetInterval(low_s=min(ends[0], value_s), high_s=high_s, safe=ends[1] <= self.target.slo_s)
+        low_s, high_s = ends
+        return FleetInterval(
+            low_s=min(low_s, value_s),
+            high_s=high_s if math.isfinite(high_s) else None,
+            safe=high_s <= self.target.slo_s,
+        )
 
     def prefill_at_percentile(self, fleet: Fleet, runs: Sequence[FleetRun]) -> Candidate:
         """The prefill of the served request whose TTFT is the requested percentile, alone on its group."""
@@ -266,7 +283,7 @@ class FleetSimulator:
         if self.decoding is None:
             return None
         sequences = _sequences(runs)
-        if not any(one.steps.any() for one in sequences):
+        if not any(decoded.steps.any() for decoded in sequences):
             return None
         decoders = self.decoding.fleet(sequences)
         if isinstance(decoders, DecodeFleet) and gpus_of(fleet) + decoders.num_gpus > self.limits.max_gpus:
@@ -278,19 +295,22 @@ class FleetSimulator:
 
     def least_tpot_s(self, runs: Sequence[FleetRun]) -> float | None:
         """The shortest step of a group that decodes the requests of a fleet; None if none is requested or fits."""
-        return None if self.decoding is None else self.decoding.least_tpot_s(_sequences(runs))
+        if self.decoding is None:
+            return None
+        return self.decoding.least_tpot_s(_sequences(runs))
 
     def _transfer_s(self, fleet: Fleet, runs: Sequence[FleetRun], percentile: float) -> float | None:
         """Percentile of the time from the first token until the cache has left the group, over the served requests."""
         if self.request.transfer is None:
             return None
-        each = [
-            service.hold_s[run.pool == index]
-            for index, group in enumerate(fleet)
-            for service, run in zip(self.services(group.type), runs, strict=True)
-        ]
-        served = np.concatenate(each)
-        return percentile_of(served, percentile) if len(served) else None
+        parts = list[Array]()
+        for index, group in enumerate(fleet):
+            for service, run in zip(self.services(group.type), runs, strict=True):
+                parts.append(service.hold_s[run.pool == index])
+        hold_s = np.concatenate(parts)
+        if not len(hold_s):
+            return None
+        return percentile_of(hold_s, percentile)
 
     def _group(self, group: GpuGroup, index: int, runs: Sequence[FleetRun]) -> GroupAnswer:
         seconds: Counter[str] = Counter()
@@ -339,7 +359,7 @@ class FleetSearch:
         self.limits = simulator.limits
         self.work = simulator.work
         self.longest = max(int(workload.new_tokens.max()) for workload in simulator.workloads)
-        self.types = [one for size in self.limits.sizes for one in simulator.times.types(size)]
+        self.types = list(itertools.chain.from_iterable(map(simulator.times.types, self.limits.sizes)))
         self._simulated = set[Fleet]()  # designs
 
     def all_fits(self, stretch: Workload | None = None) -> list[FleetFit]:
@@ -353,17 +373,17 @@ class FleetSearch:
         if stretch is None:
             return _best_of_sizes(self.mixed(fits))
         part = FleetSearch(self.simulator.on([stretch]))
-        finalists = [fit.design for fit in _best_of_sizes(part.mixed(part.fits(part.uniform())))]
-        mixed = [tuple(group.of(1) for group in design) for design in finalists if len(design) > 1]
-        designs = [
-            (*design[:-1], replace(design[-1], most_new=max(design[-1].most_new, self.longest)))
-            for design in mixed[:_FINALISTS_OF_MANY]
-        ]
+        finalists = _best_of_sizes(part.mixed(part.fits(part.uniform())))
+        mixed = [fit.design for fit in finalists if len(fit.design) > 1]
+        designs = list[Fleet]()
+        for design in mixed[:_FINALISTS_OF_MANY]:
+            *others, last = (group.of(1) for group in design)
+            designs.append((*others, replace(last, most_new=max(last.most_new, self.longest))))
         return _best_of_sizes(self.fits(designs, fits))
 
     def uniform(self) -> list[Fleet]:
         """Designs of a single bucket, one per type of group."""
-        return [self._design((one,), ()) for one in self.types]
+        return [self._design((group,), ()) for group in self.types]
 
     def largest(self) -> list[Fleet]:
         """The largest uniform fleet of each type of group within the limits."""
@@ -374,17 +394,22 @@ class FleetSearch:
         fits = list(earlier)
         for design in self.work.in_time(designs, lambda: bool(fits)):
             self._simulated.add(design)
-            best = min((fit.cost for fit in fits), default=math.inf)
-            if (fit := self.fit(design, at_most=best if len(design) > 1 else math.inf)) is not None:
+            at_most = math.inf
+            if len(design) > 1:
+                at_most = min((fit.cost for fit in fits), default=math.inf)
+            fit = self.fit(design, at_most=at_most)
+            if fit is not None:
                 fits.append(fit)
         return sorted(fits, key=lambda fit: (fit.cost, fit.never_served, fit.late, len(fit.design), fit.sizes))
 
     def mixed(self, earlier: Sequence[FleetFit]) -> list[FleetFit]:
         """The earlier fits, and fits of designs with two buckets: first all cuts are tried, then cuts near the best."""
         pairs = [pair for pair in itertools.product(self._best_types(), repeat=2) if pair[0].gpus <= pair[1].gpus]
-        fits = self.fits([self._design(pair, (border,)) for border in self._cuts() for pair in pairs], earlier)
+        designs = [self._design(pair, (border,)) for border, pair in itertools.product(self._cuts(), pairs)]
+        fits = self.fits(designs, earlier)
         best = [fit for fit in fits if len(fit.design) == 2][:_REFINED]
-        return self.fits([design for fit in best for design in self._finer(fit.design)], fits)
+        finer = itertools.chain.from_iterable(self._finer(fit.design) for fit in best)
+        return self.fits(list(finer), fits)
 
     def fit(self, design: Fleet, at_most: float = math.inf) -> FleetFit | None:
         """The cheapest numbers of replicas with which a design meets the target; None if there are none."""
@@ -423,13 +448,16 @@ class FleetSearch:
             high = min(most, max(high + 1, math.ceil(high * 1.25)))
         while high - low > 1 and not self.work.is_late:
             middle = (low + high) // 2
-            low, high = (low, middle) if bucket.late(middle) <= allowed else (middle, high)
+            if bucket.late(middle) <= allowed:
+                high = middle
+            else:
+                low = middle
         return high
 
     def answers(self, fits: Sequence[FleetFit]) -> list[FleetAnswer]:
         """The fleets of the fits that meet the target, best first: those with a fleet that decodes, by total cost."""
         answers = list[FleetAnswer]()
-        for fit in self.work.in_time(fits, lambda: any(one.meets for one in answers)):
+        for fit in self.work.in_time(fits, lambda: any(answer.meets for answer in answers)):
             answer = self.simulator.answer(fit.fleet)
             if self.simulator.request.sure:
                 answer = self.more_groups(answer)
@@ -440,7 +468,9 @@ class FleetSearch:
         """Those of the fleets that meet the target, best first."""
 
         def key(answer: FleetAnswer) -> tuple[bool, float, int, float]:
-            cost = answer.total_cost_per_hour if self.limits.by_cost else answer.total_gpus
+            cost: float | None = answer.total_gpus
+            if self.limits.by_cost:
+                cost = answer.total_cost_per_hour
             return answer.no_decode is not None, cost or 0.0, answer.unserved, answer.target_ttft_s
 
         return sorted((answer for answer in answers if answer.meets), key=key)
@@ -450,13 +480,14 @@ class FleetSearch:
         while not answer.meets:
             fleet = answer.fleet
             before = answer
-            larger = (
-                (*fleet[:index], group.of(group.replicas + 1), *fleet[index + 1 :]) for index, group in enumerate(fleet)
-            )
-            answers = [self.simulator.answer(one) for one in larger if gpus_of(one) <= self.limits.max_gpus]
+            answers = list[FleetAnswer]()
+            for index, group in enumerate(fleet):
+                larger = (*fleet[:index], group.of(group.replicas + 1), *fleet[index + 1 :])
+                if gpus_of(larger) <= self.limits.max_gpus:
+                    answers.append(self.simulator.answer(larger))
             if not answers:
                 break
-            answer = min(answers, key=lambda one: (not one.meets, _high_s(one)))
+            answer = min(answers, key=lambda larger: (not larger.meets, _high_s(larger)))
             if not answer.meets and _high_s(answer) >= _high_s(before):
                 break
         return answer
@@ -466,20 +497,26 @@ class FleetSearch:
 
         answers: fleets that are simulated already, of which the first is among the results.
         """
-        designs = [fit.fleet for fit in fits[: _FINALISTS if self.simulator.requests <= MANY else _FINALISTS_OF_MANY]]
-        scaled = [
-            tuple(group.of(max(1, math.ceil(group.replicas * scale))) for group in design)
-            for design in designs or self.largest()
-            for scale in (_SCALES if designs else _BELOW)
-        ]
+        finalists = _FINALISTS
+        if self.simulator.requests > MANY:
+            finalists = _FINALISTS_OF_MANY
+        designs = [fit.fleet for fit in fits[:finalists]]
+        scales: Sequence[float] = _SCALES
+        if not designs:
+            designs = self.largest()
+            scales = _BELOW
         fleets = [answers[0].fleet] if answers else []
-        fleets += [one for one in scaled if gpus_of(one) <= self.limits.max_gpus]
-        fleets = list(dict.fromkeys(fleets))
-        by_fleet = {one.fleet: one for one in answers}
-        for fleet in self.work.in_time([one for one in fleets if one not in by_fleet], lambda: True):
+        for design, scale in itertools.product(designs, scales):
+            scaled = tuple(group.of(max(1, math.ceil(group.replicas * scale))) for group in design)
+            if scaled not in fleets and gpus_of(scaled) <= self.limits.max_gpus:
+                fleets.append(scaled)
+        by_fleet = {answer.fleet: answer for answer in answers}
+        missing = [fleet for fleet in fleets if fleet not in by_fleet]
+        for fleet in self.work.in_time(missing, lambda: True):
             by_fleet[fleet] = replace(self.simulator.answer(fleet), runs=())
-        around = [by_fleet[one] for one in fleets if one in by_fleet and by_fleet[one].no_decode is None]
-        return tuple(around) or tuple(answers)
+        simulated = [by_fleet[fleet] for fleet in fleets if fleet in by_fleet]
+        around = [answer for answer in simulated if answer.no_decode is None]
+        return tuple(around or answers)
 
     def nearest_miss(self) -> FleetAnswer:
         """The uniform fleet within the limits with the least requested percentile; if all are infinite, most served."""
@@ -493,12 +530,13 @@ class FleetSearch:
             if design not in self._simulated:
                 continue
             late = int((self.simulator.ttft_alone_s(group.type) > self.simulator.target.slo_s).sum())
-            if group.type.gpus not in nearest or late < nearest[group.type.gpus][0]:
-                nearest[group.type.gpus] = late, group
+            size = group.type.gpus
+            if size not in nearest or late < nearest[size][0]:
+                nearest[size] = (late, group)
         feasible = {fit.sizes[0] for fit in fits if len(fit.design) == 1}
         reasons = [self._reason(group) for size, (_, group) in nearest.items() if size not in feasible]
         tried_mixed = len(self.types) > 1 and self.simulator.request.mixed
-        if not fits and tried_mixed and any(one.code != "memory" for one in reasons):
+        if not fits and tried_mixed and any(reason.code != "memory" for reason in reasons):
             reasons.append(Infeasible(None, "mixed", "fleets of two sizes of group do not meet it either"))
         return reasons
 
@@ -528,27 +566,37 @@ class FleetSearch:
 
     def _best_types(self) -> list[GroupType]:
         """The type with the least load and the type with the fastest prompts, for each group size."""
-        alone_s = {one: self.simulator.ttft_alone_s(one) for one in self.types}
-        served = {one: int(np.isfinite(alone_s[one]).sum()) for one in self.types}
+        alone_s = {group: self.simulator.ttft_alone_s(group) for group in self.types}
+        served = {group: int(np.isfinite(alone_s[group]).sum()) for group in self.types}
 
-        def load(one: GroupType) -> tuple[float, float]:
-            return -served[one], self.simulator.buckets(self._design((one,), ()))[0].load
+        def load(group: GroupType) -> tuple[float, float]:
+            return -served[group], self.simulator.buckets(self._design((group,), ()))[0].load
 
-        def slowest_s(one: GroupType) -> tuple[float, float]:
-            return -served[one], percentile_of(alone_s[one], self.simulator.target.percentile)
+        def slowest_s(group: GroupType) -> tuple[float, float]:
+            return -served[group], percentile_of(alone_s[group], self.simulator.target.percentile)
 
-        alike = [[one for one in self.types if one.gpus == size and served[one]] for size in self.limits.sizes]
-        best = {min(types, key=key) for types in alike for key in (load, slowest_s) if types}
-        return [one for one in self.types if one in best]
+        best = set[GroupType]()
+        for size in self.limits.sizes:
+            serving = [group for group in self.types if group.gpus == size and served[group]]
+            if serving:
+                best.add(min(serving, key=load))
+                best.add(min(serving, key=slowest_s))
+        return [group for group in self.types if group in best]
 
     def _options(self, bucket: Bucket, room: int, most: int, *, single: bool) -> list[tuple[int, int]]:
         """Candidate numbers of groups, ascending, each with its number of late requests, descending."""
         first = self.least_replicas(bucket, bucket.late_alone + room, most)
-        if not first:
-            return [] if first is None else [(0, 0)]
+        if first is None:
+            return []
+        if first == 0:
+            return [(0, 0)]
         options = [(first, bucket.late(first))]
-        beyond = _OPTIONS if self.simulator.requests <= MANY else _OPTIONS_OF_MANY
-        for replicas in range(first + 1, first if single else min(most, first + beyond) + 1):
+        if single:
+            return options
+        beyond = _OPTIONS
+        if self.simulator.requests > MANY:
+            beyond = _OPTIONS_OF_MANY
+        for replicas in range(first + 1, min(most, first + beyond) + 1):
             if options[-1][1] <= bucket.late_alone:
                 break
             late = bucket.late(replicas)
@@ -568,15 +616,18 @@ class FleetSearch:
                 price = float(np.dot(cost, replicas))
                 fits.append(FleetFit(design=groups, cost=price, late=sum(late), never_served=never_served))
         best = min(fits, key=lambda fit: (fit.cost, fit.late, *(group.replicas for group in fit.design)), default=None)
+        if best is None:
+            return None
         # A design with an empty bucket has only one bucket; such designs are tried separately.
-        return None if best is None or (len(design) > 1 and len(best.fleet) < len(design)) else best
+        has_empty_bucket = len(design) > 1 and len(best.fleet) < len(design)
+        return None if has_empty_bucket else best
 
     def _design(self, types: Sequence[GroupType], cuts: Sequence[int]) -> Fleet:
         """A design with one bucket per type of group, divided at these lengths."""
         ends = (0, *cuts, self.longest)
         return tuple(
-            GpuGroup(type=one, least_new=ends[bucket] + 1, most_new=ends[bucket + 1])
-            for bucket, one in enumerate(types)
+            GpuGroup(type=group, least_new=ends[bucket] + 1, most_new=ends[bucket + 1])
+            for bucket, group in enumerate(types)
         )
 
     def _cuts(self) -> list[int]:
@@ -595,9 +646,13 @@ class FleetSearch:
 
     def _usable(self, cuts: Iterable[int]) -> list[int]:
         """Cuts rounded to a sixteenth of the power of two below them, so that they are easy to read."""
-        steps = ((border, 1 << max(0, border.bit_length() - 5)) for border in cuts)
-        rounded = {max(1, round(border / step) * step) for border, step in steps}
-        return sorted(border for border in rounded if border < self.longest)
+        usable = set[int]()
+        for border in cuts:
+            step = 1 << max(0, border.bit_length() - 5)
+            rounded = max(1, round(border / step) * step)
+            if rounded < self.longest:
+                usable.add(rounded)
+        return sorted(usable)
 
 
 def _sequences(runs: Sequence[FleetRun]) -> list[Sequences]:
@@ -613,7 +668,10 @@ def _sequences(runs: Sequence[FleetRun]) -> list[Sequences]:
 
 
 def _high_s(answer: FleetAnswer) -> float:
-    return math.inf if answer.interval is None or answer.interval.high_s is None else answer.interval.high_s
+    """The upper end of the interval; inf: unknown, or the percentile is never served."""
+    if answer.interval is None or answer.interval.high_s is None:
+        return math.inf
+    return answer.interval.high_s
 
 
 def _best_of_sizes(fits: Sequence[FleetFit]) -> list[FleetFit]:

@@ -43,13 +43,12 @@ from planner.search.minimise import chunks_between, to_grid
 from planner.search.pipeline import with_step_time
 from planner.search.search import search
 
-_LENGTHS_PER_DOUBLING = 8  # number of simulated lengths; times between them are interpolated
-# cached prefixes that are simulated: 0, 512, 2k, 8k, ...
-_FIRST_PREFIX = 512
-_PREFIX_STEP = 4
-_TILE = 128  # rows of a kernel's tile, tokens
+_LENGTHS_PER_DOUBLING = 8  # simulated lengths between two powers of two; times between them are interpolated
+_FIRST_PREFIX = 512  # tokens of the first cached prefix that is simulated after 0
+_PREFIX_STEP = 4  # each simulated prefix over the one before: 512, 2k, 8k, ... tokens
+_TILE = 128  # rows of a kernel's tile, tokens: a prompt's time steps up after each
 _MOST_SHARING = 8  # ranks that share a prompt evenly reach the next tile within so many tokens, one after the other
-_TILES_PER_DOUBLING = 16  # most steps of tiles that are simulated between two powers of two
+_TILES_PER_DOUBLING = 16  # most steps of tiles that are simulated between two powers of two; more gain little
 _BLENDS = (0.0, 0.5, 1.0)  # interpolation weights between the searched shares of the shorter and the longer length
 _FAR = 8.0  # the slack of a rank is measured with a delay of this number of longest prefills
 _TIE = 1e-9  # relative; the first strategy is chosen if TTFTs differ by less
@@ -107,9 +106,14 @@ class StrategyPolicy:
         """
         if self.names is not None or scenario.num_gpus == 1:
             return ()
-        usual = {strategy.name for strategy in self._candidates(scenario)} | {"kvr-e"}  # KVR-S also tries even chunks
-        others = [one for one in all_for(scenario)[0] if self._allows(one, scenario)]
-        return tuple(one.name for one in others if one.name not in usual and one.degrees.pieces != "searched")
+        usual = {strategy.name for strategy in self._candidates(scenario)}
+        usual.add("kvr-e")  # KVR-S also tries even chunks
+        names: list[str] = []
+        for strategy in all_for(scenario)[0]:
+            is_new = strategy.name not in usual and strategy.degrees.pieces != "searched"
+            if is_new and self._allows(strategy, scenario):
+                names.append(strategy.name)
+        return tuple(names)
 
     def _allows(self, strategy: Strategy, scenario: Scenario) -> bool:
         """Whether a strategy uses all GPUs, runs on all engines, and supports packed steps if needed."""
@@ -122,19 +126,27 @@ class StrategyPolicy:
         return all(engine.has(strategy, scenario) for engine in self.engines)
 
     def _candidates(self, scenario: Scenario) -> tuple[Strategy, ...]:
-        names = [one for one in self.names or () if one != "all"]
-        every = "all" in (self.names or ())
+        names = [name for name in self.names or () if name != "all"]
+        is_all = "all" in (self.names or ())
+        chosen: Sequence[str | Strategy]
         if scenario.num_gpus == 1:  # on one GPU, all strategies of single GPUs are `single`
-            alone = not names or every or any(get_strategy(one).group_size in (1, None) for one in names)
-            candidates = distinct(("single",) if alone else ())
+            chosen = ()
+            if not names or is_all or any(get_strategy(name).group_size in (1, None) for name in names):
+                chosen = ("single",)
+        elif is_all:
+            chosen = (*all_for(scenario)[0], *names)
+        elif names:
+            chosen = names
         else:
-            candidates = distinct((*all_for(scenario)[0], *names) if every else names or _usual(scenario))
-        return tuple(one for one in candidates if self._allows(one, scenario))
+            chosen = _usual(scenario)
+        return tuple(strategy for strategy in distinct(chosen) if self._allows(strategy, scenario))
 
 
 def weights_of(strategy: Strategy, num_gpus: int) -> str:
     """Placement of the weights under a strategy."""
-    sizes = strategy.degrees if strategy.partition_rule == "whole" else strategy.degrees.on(num_gpus)
+    sizes = strategy.degrees
+    if strategy.partition_rule != "whole":
+        sizes = strategy.degrees.on(num_gpus)
     weights = replace(sizes, context=1, scheme=None, pieces="none" if sizes.pipeline == 1 else "even")
     return WHOLE if weights.name == "single" else weights.name
 
@@ -143,7 +155,8 @@ def _usual(scenario: Scenario) -> Sequence[str]:
     if scenario.cluster.shares_bandwidth:
         return usual_names("fleets on a bus")  # simulating more takes four times as long
     hybrids = hybrid_names(group_sizes(scenario.num_gpus, scenario.cluster.gpus_per_node))
-    return (*usual_names("fleets"), *(name for name in hybrids if get_strategy(name).degrees.pieces != "searched"))
+    even_hybrids = [name for name in hybrids if get_strategy(name).degrees.pieces != "searched"]
+    return (*usual_names("fleets"), *even_hybrids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,23 +180,27 @@ class TimeGrid:
         Without grids, no prompt fits.
         """
         shape = (len(lengths), num_ranks)
+        if not grids:
+            return cls(
+                strategy=("none",) * len(lengths),
+                ttft_s=np.ones(len(lengths)),
+                finish=np.ones(shape),
+                slack_s=np.zeros(shape),
+                most_new_tokens=0,
+            )
         ttft_s = np.full(len(lengths), np.inf)
         strategy = np.full(len(lengths), "none", dtype=object)
         finish = np.ones(shape)
         slack_s = np.zeros(shape)
-        most = max((grid.most_new_tokens for grid in grids), default=0)
+        most = max(grid.most_new_tokens for grid in grids)
         for grid in grids:
             fitting = (lengths <= grid.most_new_tokens) | (grid.most_new_tokens == most)
             better = fitting & (grid.ttft_s < ttft_s * (1 - _TIE))
-            ttft_s[better], strategy[better] = grid.ttft_s[better], grid.strategy[0]
-            finish[better], slack_s[better] = grid.finish[better], grid.slack_s[better]
-        return cls(
-            strategy=tuple(strategy),
-            ttft_s=ttft_s if grids else np.ones(len(lengths)),
-            finish=finish,
-            slack_s=slack_s,
-            most_new_tokens=most,
-        )
+            ttft_s[better] = grid.ttft_s[better]
+            strategy[better] = grid.strategy[0]
+            finish[better] = grid.finish[better]
+            slack_s[better] = grid.slack_s[better]
+        return cls(strategy=tuple(strategy), ttft_s=ttft_s, finish=finish, slack_s=slack_s, most_new_tokens=most)
 
     def on(self, lengths: Lengths, finer: Lengths) -> TimeGrid:
         """This grid of one strategy at finer lengths: times are interpolated.
@@ -221,16 +238,6 @@ class Prefills:
         self.num_ranks = self.scenario.cluster.num_gpus
         self.searches = strategy.partition_rule == "search"
         self.shared = self.scenario.cluster.shares_bandwidth
-
-    def about_s(self, cached_prefix: int) -> float:
-        """Estimated seconds that `times` takes on one core, the weight of its progress."""
-        if not self._fits(cached_prefix, Partition.even(self.num_ranks, self.num_ranks)):
-            return 0.001
-        layers = self.scenario.share.layer_kind_index
-        if self.strategy.pipeline is not None:
-            return 0.03 + 0.0005 * self.num_ranks * len(layers)
-        one_kind_s = 0.08 + 0.016 * self.num_ranks if self.searches else 0.009 + 0.002 * self.num_ranks
-        return len(set(layers)) * one_kind_s
 
     def times(self, cached_prefix: int, lengths: Lengths, shorter_prefix: int, longest: int) -> TimeGrid | None:
         """Prefill times at all lengths after one cached prefix; None if no token fits in memory after a shorter one.
@@ -270,7 +277,9 @@ class Prefills:
             slack_s=slack_s,
             most_new_tokens=largest(is_within, longest),
         )
-        return grid if simulated is lengths else grid.on(simulated, lengths)
+        if simulated is lengths:
+            return grid
+        return grid.on(simulated, lengths)
 
     def at(self, cached_prefix: int, new_tokens: int) -> Scenario:
         """The scenario of one prompt."""
@@ -279,15 +288,23 @@ class Prefills:
 
     def chains(self, lengths: Lengths, cached_prefix: int) -> tuple[Array, Array]:
         """The best candidate chunks of each length, and each rank's finish time; both (lengths, ranks)."""
-        step = 2 if cached_prefix else 1  # with a long prefix, shares depend less on the length
-        planned_lengths = lengths.tolist() if self.exact else _powers(lengths, step)
+        if self.exact:
+            planned_lengths = lengths.tolist()
+        elif cached_prefix:
+            planned_lengths = _powers(lengths, 2)  # with a long prefix, shares depend less on the length
+        else:
+            planned_lengths = _powers(lengths, 1)
         planned = {length: self._shares(cached_prefix, length) for length in planned_lengths}
         candidates = [_candidates(int(length), planned, self.num_ranks, few=self.shared) for length in lengths]
-        finish_s = self._prefill(np.concatenate(candidates), cached_prefix)
-        ends = np.cumsum([len(rows) for rows in candidates])
-        parts = zip((0, *ends[:-1]), np.split(finish_s[:, -1], ends[:-1]), strict=True)
-        best = [start + int(part.argmin()) for start, part in parts]
-        return np.concatenate(candidates)[best], finish_s[best]
+        chunks = np.concatenate(candidates)
+        finish_s = self._prefill(chunks, cached_prefix)
+        best: list[int] = []
+        begin = 0
+        for rows in candidates:
+            end = begin + len(rows)
+            best.append(begin + int(finish_s[begin:end, -1].argmin()))
+            begin = end
+        return chunks[best], finish_s[best]
 
     def slack_s(self, chunks: Array, finish_s: Array, cached_prefix: int) -> Array:
         """Seconds by which each rank alone could begin later; 0 on a shared bus, where the slack is unknown."""
@@ -313,7 +330,8 @@ class Prefills:
                 ttft_s = self._prefill(_even(lengths[rows], number), cached_prefix, long_steps=True)[:, -1]
                 better = ttft_s <= best_s[rows] * (1 - _GAIN)
                 growing[rows[~better]] = False
-                pieces[rows[better]], best_s[rows[better]] = number, ttft_s[better]
+                pieces[rows[better]] = number
+                best_s[rows[better]] = ttft_s[better]
             number *= 2
         return pieces
 
@@ -325,8 +343,10 @@ class Prefills:
         finish_s = np.empty((len(chunks), self.num_ranks))
         for rows in self._same_clock(chunks.sum(axis=1)):
             scenario = self.at(cached_prefix, int(chunks[rows[-1]].sum()))
-            own = with_step_time(scenario, "p90") if long_steps else scenario
-            finish_s[rows] = run.finish_s(own, self.strategy, chunks[rows]) + self._host_s(chunks[rows], scenario)
+            timed = scenario
+            if long_steps:
+                timed = with_step_time(scenario, "p90")
+            finish_s[rows] = run.finish_s(timed, self.strategy, chunks[rows]) + self._host_s(chunks[rows], scenario)
         return finish_s
 
     def _same_clock(self, tokens: Array) -> Iterable[Lengths]:
@@ -350,7 +370,8 @@ class Prefills:
 
     def _of_pieces(self, lengths: Lengths, pieces: Lengths, cached_prefix: int) -> tuple[Array, Array]:
         """Finish time and slack of each stage; both of shape (lengths, ranks)."""
-        finish_s, slack_s = np.empty((2, len(lengths), self.num_ranks))
+        finish_s = np.empty((len(lengths), self.num_ranks))
+        slack_s = np.empty((len(lengths), self.num_ranks))
         for number in np.unique(pieces):
             rows = np.flatnonzero(pieces == number)
             chunks = _even(lengths[rows], int(number))
@@ -361,8 +382,10 @@ class Prefills:
     def _search(self, shares: dict[int, Array], cached_prefix: int, new_tokens: int) -> Partition:
         """Chunks with the shares that a search finds at the next lower power of two. `shares` caches them."""
         near = 1 << max(int(new_tokens).bit_length() - 1, (self.num_ranks - 1).bit_length())
-        if near not in shares:
-            shares[near] = self._shares(cached_prefix, near) if self.num_ranks > 1 else np.ones(1)
+        if near not in shares and self.num_ranks == 1:
+            shares[near] = np.ones(1)
+        elif near not in shares:
+            shares[near] = self._shares(cached_prefix, near)
         return Partition(chunk_lens=tuple(map(int, _whole(shares[near], new_tokens, 1))))
 
     def _fits(self, cached_prefix: int, partition: Partition) -> bool:
@@ -400,7 +423,8 @@ def _powers(lengths: Lengths, step: int) -> list[int]:
     """The first and last length, and every `step`-th power of two between them."""
     least = int(lengths[0])
     most = int(lengths[-1])
-    return sorted({least, most, *(1 << power for power in range(least.bit_length(), most.bit_length(), step))})
+    between = [1 << power for power in range(least.bit_length(), most.bit_length(), step)]
+    return sorted({least, most, *between})
 
 
 def _even(lengths: Lengths, parts: int) -> Array:
@@ -412,14 +436,20 @@ def _candidates(tokens: int, planned: dict[int, Array], num_ranks: int, *, few: 
     lengths = np.array(list(planned))
     low = int(lengths[lengths <= tokens].max())
     high = int(lengths[lengths >= tokens].min())
-    weight = 0.0 if low == high else float(np.log(tokens / low) / np.log(high / low))
+    weight = 0.0
+    if low < high:
+        weight = float(np.log(tokens / low) / np.log(high / low))
+    change = planned[high] - planned[low]
+    interpolated = planned[low] + weight * change
     if few:
-        return _whole(planned[low] + weight * (planned[high] - planned[low]), tokens, 1)[None]
-    blends = [planned[low] + share * (planned[high] - planned[low]) for share in (*_BLENDS, weight)]
+        return _whole(interpolated, tokens, 1)[None]
     even = np.full(num_ranks, 1 / num_ranks)
-    blends += [(blends[-1] + even) / 2, even]
-    steps = (1, _TILE) if tokens >= 2 * num_ranks * _TILE else (1,)
-    return np.unique([_whole(shares, tokens, step) for shares in blends for step in steps], axis=0)
+    blends = [planned[low] + share * change for share in _BLENDS]
+    blends += [interpolated, (interpolated + even) / 2, even]
+    candidates = [_whole(shares, tokens, 1) for shares in blends]
+    if tokens >= 2 * num_ranks * _TILE:
+        candidates += [_whole(shares, tokens, _TILE) for shares in blends]
+    return np.unique(candidates, axis=0)
 
 
 def _whole(shares: Array, tokens: int, step: int) -> Array:
@@ -430,7 +460,8 @@ def _whole(shares: Array, tokens: int, step: int) -> Array:
 def _delay(program: Program, rank: int, delay_s: float) -> Program:
     """The program where one rank begins later by `delay_s`, on host and device."""
     wait = Compute(name="before", device_s=np.array([delay_s]), host_s=delay_s)
-    prologue = [((wait, *ops) if index == rank else ops) for index, ops in enumerate(program.prologue)]
+    prologue = list(program.prologue)
+    prologue[rank] = (wait, *prologue[rank])
     return replace(program, prologue=tuple(prologue))
 
 
@@ -488,12 +519,13 @@ class ServiceTimes:
 
     def layouts(self, num_gpus: int) -> dict[str, tuple[Strategy, ...]]:
         """The strategies of groups of this size by placement of the weights, without those left out."""
-        layouts = self.policy.layouts(self.scenario.on_gpus(num_gpus))
-        each = {
-            weights: tuple(one for one in strategies if one.name not in self.left_out.get(num_gpus, ()))
-            for weights, strategies in layouts.items()
-        }
-        return {weights: strategies for weights, strategies in each.items() if strategies}
+        left_out = self.left_out.get(num_gpus, ())
+        layouts: dict[str, tuple[Strategy, ...]] = {}
+        for weights, strategies in self.policy.layouts(self.scenario.on_gpus(num_gpus)).items():
+            kept = tuple(strategy for strategy in strategies if strategy.name not in left_out)
+            if kept:
+                layouts[weights] = kept
+        return layouts
 
     def types(self, num_gpus: int) -> tuple[GroupType, ...]:
         """Types of groups of this size that fit some prompt; if no type fits any prompt, the last type.
@@ -501,7 +533,8 @@ class ServiceTimes:
         Empty if no strategy runs on this number of GPUs.
         """
         types = [GroupType(num_gpus, weights) for weights in self.layouts(num_gpus)]
-        return tuple(one for one in types if self.most_tokens(one)) or tuple(types[-1:])
+        fitting = tuple(group for group in types if self.most_tokens(group))
+        return fitting or tuple(types[-1:])
 
     def most_tokens(self, group: GroupType) -> float:
         """The most new tokens that fit in the memory of this type of group without a cached prefix; 0: none."""
@@ -521,37 +554,33 @@ class ServiceTimes:
 
     def fill(self, sizes: Sequence[int], work: Work) -> None:
         """Simulate all strategies on groups of these sizes; if the time budget ends, leave out the others."""
-        calls = {
-            (size, strategy.name, prefix): self._call(size, strategy, prefix)
-            for size in sizes
-            for strategies in self.layouts(size).values()
-            for strategy in strategies
-            for prefix in self.prefixes
-            if (size, strategy.name, prefix) not in self._of_strategies
-        }
-        expected_s = [prefills.about_s(prefix) for prefills, prefix, *_ in calls.values()]
-        total_s = sum(expected_s)
-        done_s = 0.0
-        work.prefill(done_s, total_s)
+        calls: dict[tuple[int, str, int], tuple[Prefills, int, Lengths, int, int]] = {}
+        for size in sizes:
+            for strategy in itertools.chain.from_iterable(self.layouts(size).values()):
+                for prefix in self.prefixes:
+                    key = (size, strategy.name, prefix)
+                    if key not in self._of_strategies:
+                        calls[key] = self._call(size, strategy, prefix)
+        work.prefill(0, len(calls))
         results = work.pool.run(Prefills.times, list(calls.values()), share=_TIMES_SHARE)
-        for key, seconds, grid in zip(calls, expected_s, results, strict=False):
+        for done, (key, grid) in enumerate(zip(calls, results, strict=False), start=1):
             self._of_strategies[key] = grid
-            done_s += seconds
-            work.prefill(done_s, total_s)
+            work.prefill(done, len(calls))
         for size, name in dict.fromkeys(key[:2] for key in calls if key not in self._of_strategies):
             self.left_out.setdefault(size, []).append(name)
 
     def grids(self, group: GroupType) -> tuple[TimeGrid, ...]:
         """Time grids of a type of group, one per cached prefix."""
         if group not in self._grids:
-            strategies = self._strategies(group)
-            fitting = [
-                [grid for strategy in strategies if (grid := self._of_strategy(group.gpus, strategy, prefix))]
-                for prefix in self.prefixes
-            ]
+            fitting = [self._fitting(group, prefix) for prefix in self.prefixes]
             num_ranks = max((grid.finish.shape[1] for grids in fitting for grid in grids), default=1)
             self._grids[group] = tuple(TimeGrid.fastest(grids, self.lengths, num_ranks) for grids in fitting)
         return self._grids[group]
+
+    def _fitting(self, group: GroupType, prefix: int) -> list[TimeGrid]:
+        """Time grids of the strategies of a type of group that have times after a prefix."""
+        grids = [self._of_strategy(group.gpus, strategy, prefix) for strategy in self._strategies(group)]
+        return [grid for grid in grids if grid is not None]
 
     def _of_strategy(self, num_gpus: int, strategy: Strategy, prefix: int) -> TimeGrid | None:
         key = num_gpus, strategy.name, prefix
@@ -596,8 +625,8 @@ class ServiceTimes:
 
     def least_s(self, num_gpus: int, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
         """The least TTFT of each prompt alone on a group, over all placements of the weights."""
-        each = [self.seconds(group, new_tokens, cached_prefix) for group in self.types(num_gpus)]
-        return np.asarray(np.min(each, axis=0))
+        ttft_s = [self.seconds(group, new_tokens, cached_prefix) for group in self.types(num_gpus)]
+        return np.asarray(np.min(ttft_s, axis=0))
 
     def service(self, group: GroupType, workload: Workload, transfer: Transfer | None = None) -> Service:
         """Service times of a workload on groups of this type; `transfer` moves the KV caches away.
@@ -727,8 +756,9 @@ def service_times(
 
 def simulated_lengths(least: int, most: int) -> Lengths:
     """Lengths to simulate: `least`, `most`, the powers of two between them, and seven lengths between each pair."""
-    ends = np.floor(np.log2(least)) * _LENGTHS_PER_DOUBLING, np.ceil(np.log2(most)) * _LENGTHS_PER_DOUBLING
-    inner = np.rint(2.0 ** (np.arange(ends[0], ends[1] + 1) / _LENGTHS_PER_DOUBLING)).astype(np.int64)
+    first = np.floor(np.log2(least)) * _LENGTHS_PER_DOUBLING
+    last = np.ceil(np.log2(most)) * _LENGTHS_PER_DOUBLING
+    inner = np.rint(2.0 ** (np.arange(first, last + 1) / _LENGTHS_PER_DOUBLING)).astype(np.int64)
     return np.unique(np.concatenate([[least, most], inner[(inner > least) & (inner < most)]]))
 
 
@@ -738,14 +768,15 @@ def with_tiles(lengths: Lengths) -> Lengths:
     A step is at each multiple of a tile or, where there would be more than _TILES_PER_DOUBLING, of that share of a
     power of two.
     """
-    ends: list[int] = []
     step = _TILE
     most = int(lengths[-1])
-    while not ends or ends[-1] < most:
-        last = ends[-1] if ends else 0
-        ends.append(last + step)
-        if ends[-1] >= 2 * _TILES_PER_DOUBLING * step:
+    end = step
+    ends = [end]
+    while end < most:
+        if end >= 2 * _TILES_PER_DOUBLING * step:
             step *= 2
+        end += step
+        ends.append(end)
     tiles = np.array(ends, dtype=np.int64)
     inner = np.concatenate([tiles, tiles + 1, tiles + _MOST_SHARING])
     return np.unique(np.concatenate([lengths, inner[(inner > lengths[0]) & (inner < most)]]))
@@ -753,8 +784,10 @@ def with_tiles(lengths: Lengths) -> Lengths:
 
 def _simulated_prefixes(longest: int) -> tuple[int, ...]:
     prefixes = [0]
+    prefix = _FIRST_PREFIX
     while prefixes[-1] < longest:
-        prefixes.append(_FIRST_PREFIX if prefixes == [0] else prefixes[-1] * _PREFIX_STEP)
+        prefixes.append(prefix)
+        prefix *= _PREFIX_STEP
     return tuple(prefixes)
 
 
@@ -765,11 +798,13 @@ def _power_above(tokens: int) -> int:
 
 def _hold_s(transfer: Transfer | None, workload: Workload, ttft_s: Array, gpus: Lengths) -> Array:
     """Seconds that each cache keeps its group busy after the first token."""
-    return np.zeros(len(workload)) if transfer is None else transfer.after_s(workload.context_len, ttft_s, gpus)
+    if transfer is None:
+        return np.zeros(len(workload))
+    return transfer.after_s(workload.context_len, ttft_s, gpus)
 
 
 def _per_prompt(seconds: Callable[[int, int], float], new_tokens: Lengths, cached_prefix: Lengths) -> Array:
     """Seconds of each prompt; equal prompts are computed once."""
     pairs, places = np.unique(np.stack([new_tokens, cached_prefix]), axis=1, return_inverse=True)
-    each = [seconds(new, prefix) for new, prefix in zip(*pairs.tolist(), strict=True)]
-    return np.array(each)[places.reshape(-1)]
+    seconds_of_pairs = [seconds(new, prefix) for new, prefix in zip(*pairs.tolist(), strict=True)]
+    return np.array(seconds_of_pairs)[places.reshape(-1)]

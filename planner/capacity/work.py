@@ -8,7 +8,7 @@ from typing import TypeVar
 from kvrsim.arguments import OnProgress
 from planner.processes import Pool
 
-MANY = 250_000  # requests of all workloads together, above which fewer designs are tried
+MANY = 250_000  # number of requests of all workloads together above which fewer designs are tried
 _SEARCH_SHARE = 0.85  # share of the time budget after which no further design is simulated; the answer follows
 _Item = TypeVar("_Item")
 
@@ -28,10 +28,10 @@ class Work:
         self.stage = stage
         self.left_out = 0
 
-    def prefill(self, done_s: float, total_s: float) -> None:
-        """Report prefills of groups, in expected seconds."""
-        if self.report is not None and total_s:
-            self.report(100 * done_s / total_s, 100, "prefill times, % of the work")
+    def prefill(self, done: int, total: int) -> None:
+        """Report the strategies whose prefill times are simulated, by group size and cached prefix."""
+        if self.report is not None and total:
+            self.report(done, total, "prefill times")
 
     def simulate(self, requests: int) -> None:
         """Count simulated requests."""

@@ -80,7 +80,9 @@ class Workload:
     def select(self, index: npt.NDArray[Any] | slice, arrival_s: Array | None = None) -> Workload:
         """The requests with these indices, at their own arrival times or at the given ones."""
         lengths = {name: getattr(self, name)[index] for name in ("context_len", "cached_prefix", "output_tokens")}
-        return replace(self, arrival_s=self.arrival_s[index] if arrival_s is None else arrival_s, **lengths)
+        if arrival_s is None:
+            arrival_s = self.arrival_s[index]
+        return replace(self, arrival_s=arrival_s, **lengths)
 
     def busiest(self, count: int) -> Workload:
         """The `count` successive requests with the most new tokens per second."""
@@ -106,43 +108,54 @@ class Workload:
         copies = int(factor)
         rest = factor - int(factor)
         period_s = self.duration_s * (1 + 1 / max(1, len(self) - 1))  # adds a mean gap after the last request
-        parts: list[tuple[Array, Lengths]] = []
+        arrivals_of_copies: list[Array] = []
+        picks: list[Lengths] = []
         for copy in range(copies + (rest > 0)):
             pick = np.arange(len(self))
             if copy == copies:
                 pick = pick[rng.random(len(self)) < rest]
-            offset_s = rng.uniform(0, period_s) if copy and period_s else 0.0
-            parts.append(((self.arrival_s[pick] + offset_s) % period_s if offset_s else self.arrival_s[pick], pick))
-        arrival_s, pick = map(np.concatenate, zip(*parts, strict=True))
+            arrival_s = self.arrival_s[pick]
+            if copy and period_s:
+                arrival_s = (arrival_s + rng.uniform(0, period_s)) % period_s
+            arrivals_of_copies.append(arrival_s)
+            picks.append(pick)
+        arrival_s = np.concatenate(arrivals_of_copies)
+        pick = np.concatenate(picks)
         if not len(pick):
             raise InputError("rate_scale", f"{factor:g}", "a factor that leaves at least one request")
         order = np.argsort(arrival_s, kind="stable")
-        how = "copies shifted in time by random offsets" if factor > 1 else "a random sample"
-        note = f"{factor:g} times the requests in the same time: {how}"
+        note = f"{factor:g} times the requests in the same time: a random sample"
+        if factor > 1:
+            note = f"{factor:g} times the requests in the same time: copies shifted in time by random offsets"
         scaled = self.select(pick[order], arrival_s[order] - arrival_s[order[0]])
         return replace(scaled, notes=(*self.notes, note))
 
     def summary(self) -> dict[str, Any]:
         """Summary statistics as plain JSON values."""
         gaps = np.diff(self.arrival_s)
-        mean_gap = float(gaps.mean()) if len(gaps) else 0.0
+        gap_variation = None
+        if len(gaps) and gaps.mean() > 0:
+            gap_variation = float(gaps.std() / gaps.mean())
         columns = {"context": self.context_len, "new": self.new_tokens, "output": self.output_tokens}
-        lengths = {
-            f"{name}_tokens": {"mean": float(tokens.mean())}
-            | {key: int(percentile_of(tokens, percent)) for key, percent in _PERCENTILES.items()}
-            for name, tokens in columns.items()
-        }
         return {
             "name": self.name,
             "kind": self.kind,
             "requests": len(self),
             "duration_s": self.duration_s,
             "rate_per_s": self.rate_per_s,
-            "gap_variation": float(gaps.std() / mean_gap) if mean_gap else None,  # 1 for a Poisson process
-            **lengths,
+            "gap_variation": gap_variation,  # 1 for a Poisson process
+            **{f"{name}_tokens": _length_summary(tokens) for name, tokens in columns.items()},
             "cached_share": float(self.cached_prefix.sum() / self.context_len.sum()),
             "notes": list(self.notes),
         }
+
+
+def _length_summary(tokens: Lengths) -> dict[str, float]:
+    """Mean and percentiles of lengths, as plain JSON values."""
+    summary: dict[str, float] = {"mean": float(tokens.mean())}
+    for name, percent in _PERCENTILES.items():
+        summary[name] = int(percentile_of(tokens, percent))
+    return summary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,7 +197,9 @@ class Synthetic:
             if not 1 <= expected <= MAX_REQUESTS:
                 raise InputError(f"{argument}: duration", duration, f"1 to {MAX_REQUESTS} requests in all")
             values["requests"] = round(expected)
-        given = {*by_key, *(["requests"] if duration is not None else [])}
+        given = set(by_key)
+        if duration is not None:
+            given.add("requests")
         used = [key for key in _KEYS if key not in given and _ARRIVALS_OF.get(key, arrivals) == arrivals]
         defaults = ", ".join(f"{key}={_KEYS[key][0]}" for key in used)
         return cls(text=text, arrivals=arrivals, defaults=defaults, **values)
@@ -212,7 +227,9 @@ class Synthetic:
 
     def _arrivals_s(self, rng: np.random.Generator) -> Array:
         """Draw arrival times; for diurnal arrivals, the integral of the rate is inverted."""
-        shape = 1.0 / self.cv**2 if self.arrivals == "bursty" else 1.0
+        shape = 1.0
+        if self.arrivals == "bursty":
+            shape = 1.0 / self.cv**2
         times = np.cumsum(rng.gamma(shape, 1.0 / shape, size=self.requests)) / self.rate
         if self.arrivals == "diurnal":
             # The rate is proportional to 1 - a cos(2 pi t / period) with a = swing, because peak = (1 + a) / (1 - a).
@@ -251,13 +268,16 @@ class RequestSource:
     @property
     def name(self) -> str:
         """Name of the trace, or the specification."""
-        return f"synthetic:{self.requests.text}" if isinstance(self.requests, Synthetic) else self.requests.name
+        if isinstance(self.requests, Synthetic):
+            return f"synthetic:{self.requests.text}"
+        return self.requests.name
 
     @property
     def num_requests(self) -> float:
         """Expected number of requests of a workload."""
-        requests = self.requests.requests if isinstance(self.requests, Synthetic) else len(self.requests)
-        return self.rate_scale * requests
+        if isinstance(self.requests, Synthetic):
+            return self.rate_scale * self.requests.requests
+        return self.rate_scale * len(self.requests)
 
     @property
     def is_random(self) -> bool:
@@ -336,8 +356,8 @@ BLOCK_TOKENS = 512  # tokens per block of Mooncake's hash_ids
 MAX_LINE = 2**17  # characters per line; also the limit of a field in Python's csv
 MAX_BLOCKS = 5_000_000  # largest number of distinct hash_ids
 _MAX_HASH = 64  # characters of a hash, if the hash is a text
-_MAX_ARRIVAL_S = 1e10
-_MOONCAKE = ("timestamp", "input_length", "output_length")
+_MAX_ARRIVAL_S = 1e10  # largest arrival in seconds; a larger number of a table is in milliseconds
+_MOONCAKE = ("timestamp", "input_length", "output_length")  # fields of every line of a Mooncake trace
 _ROLES = {  # usual names of columns, by role
     "timestamp": ("arrival_s", "arrival", "timestamp", "time", "ts", "created_at", "start_time", "request_time"),
     "context": PROMPT_TOKENS,
@@ -373,7 +393,9 @@ def read_trace(path: str, argument: str = "requests", names: Mapping[str, RoleCo
         with io.TextIOWrapper(content, encoding="utf-8-sig", newline=None) as file:
             return _read_lines(file, Path(path).name, source, names or {})
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text, or not a path"
+        reason: str | None = "not UTF-8 text, or not a path"
+        if isinstance(error, OSError):
+            reason = error.strerror
         raise InputError(argument, path, f"a trace that can be read ({reason})") from None
 
 
@@ -383,7 +405,9 @@ def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, RoleCo
     count = 0
     lines = _limit_lines(file, source)
     first = next(lines, "")
-    reader = _json_records if first.lstrip().startswith("{") else _csv_records
+    reader = _csv_records
+    if first.lstrip().startswith("{"):
+        reader = _json_records
     header, records = reader(itertools.chain((first,), lines), source)
     roles = _roles(header, names, source)
     is_mooncake = not names and set(_MOONCAKE) <= set(header)
@@ -392,18 +416,19 @@ def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, RoleCo
         if count > MAX_REQUESTS:
             break
         where = f"{source}: line {line}"
-        context, output, cached = (
-            _tokens(record[column], f"{where}: {column}") if (column := roles[role]) in record else 0.0
-            for role in ("context", "output", "cached")
-        )
+        context = _tokens_in(record, roles["context"], where)
+        output = _tokens_in(record, roles["output"], where)
+        cached = _tokens_in(record, roles["cached"], where)
         if hashes := record.get("hash_ids"):
             cached = min(BLOCK_TOKENS * _leading_blocks(hashes, blocks, f"{where}: hash_ids"), context)
         arrival_s = _arrival_s(record[roles["timestamp"]], f"{where}: {roles['timestamp']}", is_ms=is_mooncake)
         rows.extend((line, arrival_s, context, output, cached))
-    if not 1 <= count <= MAX_REQUESTS:
-        number = "0 requests" if not count else f"more than {MAX_REQUESTS} requests"
-        raise InputError(source, number, f"1 to {MAX_REQUESTS} requests")
-    return _workload(name, "mooncake" if is_mooncake else "csv", np.array(rows).reshape(-1, 5), source)
+    if count == 0:
+        raise InputError(source, "0 requests", f"1 to {MAX_REQUESTS} requests")
+    if count > MAX_REQUESTS:
+        raise InputError(source, f"more than {MAX_REQUESTS} requests", f"1 to {MAX_REQUESTS} requests")
+    kind = "mooncake" if is_mooncake else "csv"
+    return _workload(name, kind, np.array(rows).reshape(-1, 5), source)
 
 
 def _limit_lines(file: TextIO, source: str) -> Iterator[str]:
@@ -437,7 +462,9 @@ def _csv_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Iter
             if len(row) != len(header):
                 accepted = f"{len(header)} values, as in the header"
                 raise InputError(f"{source}: line {reader.line_num}", ",".join(row), accepted)
-            yield reader.line_num, {name: value for name, value in zip(header, row, strict=True) if name != "hash_ids"}
+            record = dict(zip(header, row, strict=True))
+            record.pop("hash_ids", None)
+            yield reader.line_num, record
 
     return header, records()
 
@@ -465,14 +492,14 @@ def _roles(header: Sequence[str], names: Mapping[str, RoleColumn], source: str) 
     columns = find_columns(header, _ROLES, names)
     if "timestamp" not in columns or "context" not in columns:
         raise InputError(f"{source}: line 1", ",".join(header), _ACCEPTED)
-    return {role: columns[role].name if role in columns else "" for role in _ROLES}
+    return dict.fromkeys(_ROLES, "") | {role: column.name for role, column in columns.items()}
 
 
 def _leading_blocks(hashes: Any, blocks: set[int | str], where: str) -> int:
     """The number of leading blocks that are in `blocks`; adds all hashes to `blocks`."""
     if not isinstance(hashes, list) or not all(map(_is_hash, hashes)):
         raise InputError(where, hashes, f"a list of numbers of 64 bits or texts of at most {_MAX_HASH} characters")
-    leading = next((index for index, one in enumerate(hashes) if one not in blocks), len(hashes))
+    leading = len(list(itertools.takewhile(blocks.__contains__, hashes)))
     blocks.update(hashes)
     if len(blocks) > MAX_BLOCKS:
         raise InputError(where, f"{len(blocks)} blocks", f"at most {MAX_BLOCKS} blocks in all")
@@ -480,13 +507,17 @@ def _leading_blocks(hashes: Any, blocks: set[int | str], where: str) -> int:
 
 
 def _is_hash(value: object) -> bool:
-    return abs(value) < 2**64 if isinstance(value, int) else isinstance(value, str) and len(value) <= _MAX_HASH
+    if isinstance(value, int):
+        return abs(value) < 2**64
+    return isinstance(value, str) and len(value) <= _MAX_HASH
 
 
 def _number(value: Any) -> float:
     """The value as a number; nan if the value is not a number."""
+    if isinstance(value, bool):
+        return math.nan
     try:
-        return math.nan if isinstance(value, bool) else float(value)
+        return float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
 
@@ -498,13 +529,24 @@ def _arrival_s(value: Any, where: str, *, is_ms: bool) -> float:
     in UTC.
     """
     number = _number(value)
+    if is_ms or number > _MAX_ARRIVAL_S:
+        number *= 1e-3
     if not math.isnan(number):
-        return 1e-3 * number if is_ms or number > _MAX_ARRIVAL_S else number
+        return number
     try:
         moment = datetime.fromisoformat(value.strip())
-        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=UTC)
+        return moment.timestamp()
     except (AttributeError, ValueError, OverflowError):
         raise InputError(where, value, "a date and time, or a number") from None
+
+
+def _tokens_in(record: _Record, column: str, where: str) -> float:
+    """The tokens of a record in a column; 0 if the record has no such column."""
+    if column not in record:
+        return 0.0
+    return _tokens(record[column], f"{where}: {column}")
 
 
 def _tokens(value: Any, where: str) -> float:
@@ -534,8 +576,9 @@ def _workload(name: str, kind: str, rows: Array, source: str) -> Workload:
         rows = rows[np.argsort(rows[:, 1], kind="stable")]
         notes.append("arrivals were not in order and have been sorted")
     context, output, prefix = rows[:, 2:].T.astype(np.int64)
-    if whole := int((prefix >= context).sum()):
-        notes.append(f"{whole} fully cached contexts: their last token is computed anyway")
+    fully_cached = int((prefix >= context).sum())
+    if fully_cached:
+        notes.append(f"{fully_cached} fully cached contexts: their last token is computed anyway")
     return Workload(
         name=name,
         kind=kind,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click.exceptions import Exit
@@ -15,7 +15,7 @@ from kvrsim.cli.options import DeployArgs, OutputArgs, PageArgs, pool_of, takes
 from kvrsim.cli.output import print_answer, warn_notes, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.errors import InputError
-from kvrsim.notes import Note, with_code, without
+from kvrsim.notes import with_code, without
 from kvrsim.text import printable
 from kvrsim.units import format_seconds
 from kvrsim.views.table import ROUGH, TIED, Text, first_rows, format_partition, sentences, strategies_table, tie_text
@@ -63,9 +63,13 @@ def plan(
 
     if deploy.emit is not None:
         _check_length(args)
+    timelines: Literal["all", "best"] | None = None
+    if files.is_page:
+        timelines = "all"
+    elif files.is_given:
+        timelines = "best"
     with nullcontext() if noise.noise is None else pool_of(workers) as pool, Progress() as progress:
         search = Search(on_progress=progress, engine=_engine(deploy))
-        timelines: Any = "all" if files.is_page else "best" if files.is_given else None
         scenario, result = plan_of(args, options, noise, users, timelines=timelines, search=search, pool=pool)
     deployment = None
     if deploy.emit is not None and result.feasible and deploy.emit in result.best.engines:
@@ -77,12 +81,15 @@ def plan(
         )
 
     def content() -> dict[str, Any]:
-        return result.to_dict() if deployment is None else deployment.to_dict() | {"plan": result.to_dict()}
+        if deployment is None:
+            return result.to_dict()
+        return deployment.to_dict() | {"plan": result.to_dict()}
 
     if deployment is not None and not output.json:
         show_deployment(deployment)
     print_answer(output, content, "strategies", lambda: plan_screen(result, explain=output.explain))
-    if timeline := result.timeline:
+    timeline = result.timeline
+    if timeline is not None:
         write_files(
             (files.trace, lambda path: timeline.write_chrome_trace(path, result.question)),
             (files.plot, result.write_plot),
@@ -106,7 +113,9 @@ def _engine(deploy: DeployArgs) -> ForEngine | None:
     from planner.candidates import ForEngine
 
     name = deploy.only_deployable or deploy.emit
-    return None if name is None else ForEngine(name, only=deploy.only_deployable is not None)
+    if name is None:
+        return None
+    return ForEngine(name, only=deploy.only_deployable is not None)
 
 
 # Notes that only --explain shows.
@@ -119,50 +128,62 @@ def plan_screen(plan: Plan, *, explain: bool = False) -> list[lines.Part]:
     explain: all strategies, bounds, search, memory and notes.
     """
     first, *others = sentences(plan)
-    default = [f"{one[0].upper()}{one[1:]}." for one in with_code(plan.warnings, "paper")]
+    default = [f"{note[0].upper()}{note[1:]}." for note in with_code(plan.warnings, "paper")]
     question = lines.header(plan.question, plan.cluster)
     head: list[lines.Part] = [lines.headline(first), *others, "", *default, *question, ""]
     if explain:
         return [*head, strategies_table(plan), "", _explanation(plan)]
     notes = lines.note_rows(without(plan.warnings, *_DETAILS))
     below = lines.facts(lines.users_row(plan.users, plan.first.mean_ttft_s), *_noise_rows(plan), *notes)
-    tail: list[lines.Part] = [*_left_out(plan), *([below] if below.rows else [])]
+    tail: list[lines.Part] = []
     if plan.feasible:
         head += [strategies_table(plan, short=True), ""]
-        tail = [*filter(None, [tie_text(plan, first_rows(plan))]), *tail]
+        ties = tie_text(plan, first_rows(plan))
+        if ties:
+            tail.append(ties)
+    tail += _left_out(plan)
+    if below.rows:
+        tail.append(below)
     return [*head, *tail, Text("--explain prints all strategies, pieces, bounds and memory", style="dim")]
 
 
 def _left_out(plan: Plan) -> Iterator[str]:
     """Count further strategies that fit and those that do not; name those that were not searched or not tried."""
-    fitting = [one for one in plan.strategies if one.fits]
-    misfits = [one for one in plan.strategies if not one.fits]
-    if plan.feasible and not all(one.searched for one in first_rows(plan)):
+    fitting = [result for result in plan.strategies if result.fits]
+    misfits = [result for result in plan.strategies if not result.fits]
+    if plan.feasible and not all(result.searched for result in first_rows(plan)):
         yield f"{ROUGH} not searched to the end: a search may find a faster partition."
-    if plan.feasible and (more := len(fitting) - len(first_rows(plan))):
-        yield "1 more strategy fits." if more == 1 else f"{more} more strategies fit."
+    more = len(fitting) - len(first_rows(plan))
+    if plan.feasible and more == 1:
+        yield "1 more strategy fits."
+    elif plan.feasible and more:
+        yield f"{more} more strategies fit."
     if misfits and plan.feasible:
-        fastest = min(misfits, key=lambda one: one.ttft_s)
+        fastest = min(misfits, key=lambda result: result.ttft_s)
         needs = _gib(max(rank.total for rank in fastest.memory), plan.memory_limit.nbytes)
         verb = "strategy does" if len(misfits) == 1 else "strategies do"
         yield f"{len(misfits)} {verb} not fit (the fastest, {fastest.strategy}, would need {needs})."
-    refused = [one for one in plan.warnings if isinstance(one, Note) and one.code == "not compared"]
-    names = [name for one in refused for name in str(one.values["names"]).split(", ")]
+    names = list[str]()
+    for note in with_code(plan.warnings, "not compared"):
+        names += str(note.values["names"]).split(", ")
     if names:
         verb = "strategy does" if len(names) == 1 else "strategies do"
         yield f"{len(names)} {verb} not run with this model and these GPUs; --explain says why."
-    for one in plan.not_tried:
-        yield f"Not tried: {_join(one.strategies)}: {one.why}."
-    if unsearched := plan.search.unsearched:
-        yield f"The search budget ended before {_join(unsearched)}; a longer --search-budget searches them."
+    for not_tried in plan.not_tried:
+        yield f"Not tried: {_join(not_tried.strategies)}: {not_tried.why}."
+    if plan.search.unsearched:
+        unsearched = _join(plan.search.unsearched)
+        yield f"The search budget ended before {unsearched}; a longer --search-budget searches them."
 
 
 def _gib(needed: float, limit: float) -> str:
     """Two sizes in GiB with as many digits as tell them apart: "72.2 of 71.7 GiB"."""
-    digits = next(
-        (digits for digits in range(1, 9) if f"{needed / 2**30:.{digits}f}" != f"{limit / 2**30:.{digits}f}"), 9
-    )
-    return f"{needed / 2**30:.{digits}f} of {limit / 2**30:.{digits}f} GiB"
+    for digits in range(1, 10):
+        needed_text = f"{needed / 2**30:.{digits}f}"
+        limit_text = f"{limit / 2**30:.{digits}f}"
+        if needed_text != limit_text:
+            break
+    return f"{needed_text} of {limit_text} GiB"
 
 
 def _explanation(plan: Plan) -> lines.Facts:
@@ -170,31 +191,36 @@ def _explanation(plan: Plan) -> lines.Facts:
     search = plan.search
     limit = plan.memory_limit
     best = plan.first
-    ties = f"{', '.join(plan.ties)} ({TIED}: the difference is within its prediction interval)"
-    partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)} simulated"
-    effort = f"{search.method}, {partitions} in {format_seconds(search.seconds)}" if search.evaluations else None
-    rough = [one.strategy for one in plan.strategies if not one.searched]
-    short = [plan.shortfall.strategy] if plan.shortfall else [one.strategy for one in plan.strategies]
+    ties = None
+    if plan.ties:
+        ties = f"{', '.join(plan.ties)} ({TIED}: the difference is within its prediction interval)"
+    effort = None
+    if search.evaluations:
+        partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)} simulated"
+        effort = f"{search.method}, {partitions} in {format_seconds(search.seconds)}"
+    rough_text = None
+    rough = [result.strategy for result in plan.strategies if not result.searched]
+    if rough:
+        reason = "they cannot be the best or the budget ended"
+        rough_text = f"partitions of these are rough, because {reason}: {_join(rough)}"
+    others = None
+    if plan.not_compared:
+        others = f"not compared, because they cannot fit: {_join(plan.not_compared)}"
+    results = plan.strategies
+    if plan.shortfall is not None:
+        results = tuple(result for result in plan.strategies if result.strategy == plan.shortfall.strategy)
     return lines.facts(
         ("strategy:", best.title),
         *_partitions(plan),
-        ("ties:", ties if plan.ties else None),
+        ("ties:", ties),
         *_kvr(plan),
-        ("critical path:", ", ".join(f"{one.operation} {one.share:.0%}" for one in plan.limits)),
+        ("critical path:", ", ".join(f"{part.operation} {part.share:.0%}" for part in plan.limits)),
         ("search:", effort),
-        (
-            "",
-            f"partitions of these are rough, because they cannot be the best or the budget ended: {_join(rough)}"
-            if rough
-            else None,
-        ),
-        (
-            "others:",
-            f"not compared, because they cannot fit: {_join(plan.not_compared)}" if plan.not_compared else None,
-        ),
+        ("", rough_text),
+        ("others:", others),
         *_noise_rows(plan),
         ("memory:", lines.limit_text(limit)),
-        *(lines.misfit_row(one.strategy, one.memory, limit.nbytes) for one in plan.strategies if one.strategy in short),
+        *(lines.misfit_row(result.strategy, result.memory, limit.nbytes) for result in results),
         ("rests on:", lines.rests_on_line(plan.question, lines.coverage_text(plan.interval_coverage))),
         *lines.note_rows(without(plan.warnings, "memory")),
     )
@@ -202,17 +228,19 @@ def _explanation(plan: Plan) -> lines.Facts:
 
 def _partitions(plan: Plan) -> Iterator[lines.Row]:
     """Rows of uneven partitions that fit, and of the best strategy's calls of attention."""
-    for one in plan.strategies:
+    for result in plan.strategies:
         texts = list[str]()
-        if one.fits and len(set(one.partition)) > 1:
-            texts.append(f"{', '.join(map(str, one.partition))} tokens{_stages(one)}")
-        if one is plan.first and one.query_blocks is not None:
-            texts.append(lines.blocks_text(one.query_blocks))
-        yield from zip((f"{one.strategy}:", "", ""), texts, strict=False)
+        if result.fits and len(set(result.partition)) > 1:
+            texts.append(f"{', '.join(map(str, result.partition))} tokens{_stages(result)}")
+        if result is plan.first and result.query_blocks is not None:
+            texts.append(lines.blocks_text(result.query_blocks))
+        yield from zip((f"{result.strategy}:", "", ""), texts, strict=False)
 
 
-def _stages(one: StrategyResult) -> str:
-    return "" if one.layers is None else f"; stages of {format_partition(one.layers, room=4 * len(one.layers))} layers"
+def _stages(result: StrategyResult) -> str:
+    if result.layers is None:
+        return ""
+    return f"; stages of {format_partition(result.layers, room=4 * len(result.layers))} layers"
 
 
 def _bound_text(gap: float, lower_s: float, of: str) -> str:
@@ -223,7 +251,7 @@ def _bound_text(gap: float, lower_s: float, of: str) -> str:
 def _kvr(plan: Plan) -> Iterator[lines.Row]:
     """Rows of the bounds of KVR-S, if it is compared and fits, and of a best strategy such as tp2+kvr-s."""
     bounds = plan.bounds
-    kvr = next((one for one in plan.strategies if one.strategy == "kvr-s"), None)
+    kvr = next((result for result in plan.strategies if result.strategy == "kvr-s"), None)
     if bounds.best is not None and bounds.best.strategy != "kvr-s" and plan.feasible:
         yield "bound:", _bound_text(bounds.best.gap, bounds.best.lower_bound_s, "of its partitions")
     if kvr is None or not kvr.fits:
@@ -251,9 +279,11 @@ def _noise_rows(plan: Plan) -> Iterator[lines.Row]:
     if plan.noise is not None:
         yield "noise:", plan.noise.noise.describe()
     for result in plan.strategies:
-        if (noisy := result.noisy) is not None:
-            times = (f"{name} {format_seconds(getattr(noisy, name).value_s)}" for name in ("mean", "p50", "p95", "p99"))
-            yield "", f"{result.strategy}: {', '.join(times)}; {lines.mean_change(noisy)}"
+        noisy = result.noisy
+        if noisy is None:
+            continue
+        times = [f"{name} {format_seconds(getattr(noisy, name).value_s)}" for name in ("mean", "p50", "p95", "p99")]
+        yield "", f"{result.strategy}: {', '.join(times)}; {lines.mean_change(noisy)}"
 
 
 def show_deployment(deployment: Deployment) -> None:

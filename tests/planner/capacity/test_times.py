@@ -100,8 +100,8 @@ def test_two_policies_share_the_simulations() -> None:
     work = Work(report=lambda done, total, text: reports.append(done))
     times.fill((1, 2), work)
     assert reports == sorted(reports)
-    assert (reports[0], reports[-1]) == (0, pytest.approx(100))
     count = len(reports)
+    assert (reports[0], reports[-1]) == (0, count - 1)  # one report per strategy and group size
     other = times.under(StrategyPolicy(names=("tsp",)))
     other.fill((1, 2), work)
     assert len(reports) == count  # nothing is left to simulate
