@@ -9,7 +9,9 @@ from functools import cache
 import numpy as np
 
 import kvrsim
-from kvrsim.compile import build_program, columns, for_strategy
+from kvrsim.compile import build_program, columns
+from kvrsim.execution import execute as executed
+from kvrsim.execution import place
 from kvrsim.executors.run import run_program
 from kvrsim.kernels.attention import LatentCost
 from kvrsim.model.load import load_model
@@ -100,8 +102,10 @@ def states(cluster: str) -> Iterator[str]:
             plan = planned(name, ctx, cluster)
             found = next(one for one in plan.strategies if one.strategy == "kvr-s")
             scenario, _ = kvrsim.make_scenario(**asked(name, ctx, cluster))  # type: ignore[arg-type]
-            placed = for_strategy(scenario, strategy)
-            program = build_program(placed, strategy, columns(Partition(chunk_lens=found.partition).chunk_lens))
+            placed = place(scenario, strategy).placed
+            program = build_program(
+                executed(placed, strategy), columns(Partition(chunk_lens=found.partition).chunk_lens)
+            )
             whole_s, free_s = (run_program(one, placed.cluster)[-1][0] for one in (program, without_states(program)))
             scan_s, message_s = longest(program, placed)
             bound_s = (NUM_GPUS - 1) * (scan_s + message_s)

@@ -14,7 +14,8 @@ from collections.abc import Callable
 import numpy as np
 
 from kvrsim.builder import make_scenario
-from kvrsim.compile import for_strategy
+from kvrsim.execution import Execution, place
+from kvrsim.execution import execute as executed
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from planner.search.minimise import Evaluator
@@ -37,7 +38,7 @@ def fitted(scenario: Scenario, longest: int) -> tuple[float, float]:
     seconds = []
     for length in lengths:
         short, _ = _with_context(scenario, int(length))
-        seconds.append(Evaluator(short, EVEN).one((int(length),)) / short.cluster.num_gpus)
+        seconds.append(Evaluator(executed(short, EVEN)).one((int(length),)) / short.cluster.num_gpus)
     design = np.column_stack([lengths.astype(float) ** 2, lengths.astype(float), np.ones(len(lengths))])
     square, straight, _ = np.linalg.lstsq(design, np.array(seconds), rcond=None)[0]
     return float(square), max(0.0, float(straight))
@@ -66,16 +67,16 @@ def dynamic(scenario: Scenario, first: int, smooth: float, fit: tuple[float, flo
 class Setting:
     """A model, and how the engine's step time is computed; searches are cached."""
 
-    def __init__(self, model: str, steps: Callable[[Scenario], Scenario], title: str) -> None:
+    def __init__(self, model: str, steps: Callable[[Execution], Execution], title: str) -> None:
         scenario, _ = make_scenario(ctx="128k", gpus=8, model=model, cluster="h100-nvlink")
-        self.model, self.title, self.placed = model, title, steps(for_strategy(scenario, SEARCHED))
-        self.even, self.tokens = Evaluator(self.placed, EVEN), self.placed.request.new_tokens
+        self.model, self.title, self.placed = model, title, steps(place(scenario, SEARCHED)).placed
+        self.even, self.tokens = Evaluator(executed(self.placed, EVEN)), self.placed.request.new_tokens
         self._found: dict[int, SearchResult] = {}
 
     def found(self, floor: int) -> SearchResult:
         """The best pieces of at least `floor` tokens."""
         if floor not in self._found:
-            self._found[floor] = search_pipeline(self.placed, SEARCHED, least_piece=floor)
+            self._found[floor] = search_pipeline(executed(self.placed, SEARCHED), least_piece=floor)
         return self._found[floor]
 
     def rows(self) -> list[str]:
@@ -150,9 +151,9 @@ search |
 
 def main() -> None:
     """Measure, and write benchmarks/results/pipelines.md."""
-    kinds: tuple[tuple[Callable[[Scenario], Scenario], str], ...] = (
-        (lambda scenario: scenario, "central"),
-        (lambda scenario: with_step_time(scenario, "mean"), "mean"),
+    kinds: tuple[tuple[Callable[[Execution], Execution], str], ...] = (
+        (lambda execution: execution, "central"),
+        (lambda execution: with_step_time(execution, "mean"), "mean"),
     )
     settings = [Setting(model, steps, title) for model in MODELS for steps, title in kinds]
     fixed, best = [_INTRODUCTION], [_DYNAMIC]

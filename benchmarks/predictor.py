@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvrsim.builder import make_scenario
-from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
+from kvrsim.execution import execute as executed
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.scenario import Scenario
@@ -51,10 +51,10 @@ def simulated_s(scenario: Scenario, predictor: TtftPredictor, place: Place) -> t
     asked, found = replace(scenario, request=request), []
     for times in predictor.strategies:
         strategy = get_strategy(times.strategy)
-        placed = for_strategy(asked, strategy)
-        cut = partition_of(placed, strategy)
-        if fits(placed, memory_of(placed, strategy, cut)):
-            found.append((run_partition(placed, strategy, cut).ttft_s, strategy.name))
+        placed = place(asked, strategy).placed
+        cut = partition_of(executed(placed, strategy))
+        if fits(placed, memory_of(executed(placed, strategy), cut)):
+            found.append((run_partition(executed(placed, strategy), cut).ttft_s, strategy.name))
     return min(found, default=None)
 
 

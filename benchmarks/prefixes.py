@@ -9,11 +9,12 @@ import numpy as np
 
 import kvrsim
 from kvrsim.choices import PrefixAccess
+from kvrsim.execution import execute as executed
 from kvrsim.executors.run import run_partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.units import format_tokens
-from planner.candidates import partition_of, per_rank_scenario
+from planner.candidates import execution_of, partition_of
 from validate.report import write_benchmark
 
 ABOUT: dict[str, Any] = {"model": "llama-3-8b", "cluster": "h100-nvlink", "gpus": 8}
@@ -31,9 +32,9 @@ def scenario_of(new_tokens: int, **about: Any) -> Scenario:
 def ttft_ms(scenario: Scenario, name: str) -> tuple[float, PrefixAccess | None]:
     """TTFT in ms with the strategy's own partition, and how its ranks attend to the prefix."""
     strategy = get_strategy(name)
-    placed = per_rank_scenario(scenario, strategy)
-    cut = partition_of(placed, strategy)
-    return 1e3 * run_partition(placed, strategy, cut).ttft_s, placed.prefix_access
+    placed = execution_of(scenario, strategy).placed
+    cut = partition_of(executed(placed, strategy))
+    return 1e3 * run_partition(executed(placed, strategy), cut).ttft_s, placed.prefix_access
 
 
 def by_place(new_tokens: int) -> Iterator[str]:

@@ -14,6 +14,7 @@ from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import RECURRENCE_TITLES, LatentAttention, Mixer, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
 from kvrsim.notes import Note, note
+from kvrsim.placement import PlacedScenario
 from kvrsim.scenario import Scenario
 from kvrsim.units import format_bandwidth
 
@@ -49,7 +50,7 @@ def expert_notes(scenario: Scenario) -> Iterator[Note]:
     """Notes on a mixture of experts: the rates of its experts, and how unevenly tokens are spread over GPUs."""
     sparse = [layer for layer in scenario.model.layer_kinds if layer.num_experts]
     profile = scenario.profile
-    placement = scenario.expert_placement
+    placement = PlacedScenario.of(scenario).expert_placement
     if sparse and profile is not None and (rates := profile.kernels.experts) is not None:
         types = dict.fromkeys(layer.mlp[0].compute for layer in sparse)
         covered = [kind for kind in types if rates.covers(kind, 2)]

@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvrsim.compile import build_program, columns
+from kvrsim.execution import Execution
 from kvrsim.io.schema import fields_to_json
 from kvrsim.kernels.cost import no_time
 from kvrsim.kernels.experts import RoutedExperts
 from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
 from kvrsim.model.spec import LayerSpec
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import Array, Compute, Load, Program, RingPass, bytes_in_flight
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
@@ -63,28 +65,28 @@ class RankMemory:
         return fields_to_json(self) | {"total": self.total}
 
 
-def memory_of(
-    scenario: Scenario, strategy: Strategy, partition: Partition, program: Program | None = None
-) -> tuple[RankMemory, ...]:
+def memory_of(execution: Execution, partition: Partition, program: Program | None = None) -> tuple[RankMemory, ...]:
     """Peak memory of every GPU, rank by rank; the GPUs of a group have equal shares.
 
     A rank's program states what the rank holds: K and V after each operation, score matrices, and messages and gathered
     pieces until they are in the cache. Where a program states no bytes, the rank is assumed to hold the whole context.
     """
-    parts = _Parts(scenario)
-    if strategy.pipeline is not None:
-        ranks = list(parts.stages(strategy, partition))
+    parts = _Parts(execution.placed)
+    if execution.strategy.pipeline is not None:
+        ranks = list(parts.stages(execution.strategy, partition))
     else:
         if program is None:  # compute times only if the number of attention calls depends on them
-            cost = no_time(scenario.traits) if len(strategy.query_blocks) == 1 else scenario.cost
-            program = build_program(scenario, strategy, columns(partition.chunk_lens), cost)
+            cost = (
+                no_time(execution.placed.traits) if len(execution.strategy.query_blocks) == 1 else execution.placed.cost
+            )
+            program = build_program(execution, columns(partition.chunk_lens), cost)
         in_flight = np.array([bytes_in_flight(kind) for kind in program.layers])
         ranks = [
-            parts.rank(strategy, partition, program, rank, in_flight[:, rank])
+            parts.rank(execution.strategy, partition, program, rank, in_flight[:, rank])
             for rank in range(len(partition.chunk_lens))
         ]
-    each_group = tuple(rank for rank in ranks for _ in range(scenario.gpus_per_rank))
-    return each_group * scenario.data_groups
+    each_group = tuple(rank for rank in ranks for _ in range(execution.placed.gpus_per_rank))
+    return each_group * execution.placed.data_groups
 
 
 def fits(scenario: Scenario, memory: tuple[RankMemory, ...]) -> bool:
@@ -93,7 +95,7 @@ def fits(scenario: Scenario, memory: tuple[RankMemory, ...]) -> bool:
     return all(rank.total <= limit_bytes for rank in memory)
 
 
-def bytes_of_layers(scenario: Scenario) -> tuple[float, ...]:
+def bytes_of_layers(scenario: PlacedScenario) -> tuple[float, ...]:
     """Bytes of the weights and the KV-cache of each layer; with the embedding in the first and the head in the last.
 
     scenario: per rank of a pipeline.
@@ -115,7 +117,7 @@ def bytes_of_layers(scenario: Scenario) -> tuple[float, ...]:
 class _Parts:
     """Bytes that a GPU holds for one batch, part by part."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: PlacedScenario) -> None:
         self.scenario = scenario
         self.model = scenario.share
         self.request = scenario.request

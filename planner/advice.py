@@ -20,15 +20,7 @@ from kvrsim.results.results import Advice
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.units import format_tokens
-from planner.candidates import (
-    Candidate,
-    ComparedStrategies,
-    Search,
-    all_for,
-    least_bytes,
-    per_rank_scenario,
-    search_all,
-)
+from planner.candidates import Candidate, ComparedStrategies, Search, all_for, execution_of, least_bytes, search_all
 from planner.limits import OPERATIONS
 
 _SMALL_TYPE = "fp8"  # type with the fastest matrix products
@@ -134,7 +126,7 @@ def _runnable(scenario: Scenario, strategies: Sequence[Strategy]) -> list[Strate
         if strategy.partition_rule == "table":
             continue
         with suppress(InputError):
-            per_rank_scenario(scenario, strategy)
+            execution_of(scenario, strategy)
             if least_bytes(scenario, strategy) <= scenario.memory_limit.nbytes:
                 runnable.append(strategy)
     return runnable

@@ -15,12 +15,14 @@ import numpy as np
 
 from kvrsim.arguments import OnProgress, SearchArgs
 from kvrsim.choices import PrefixAccess
-from kvrsim.compile import build_program, columns, for_strategy
+from kvrsim.compile import build_program, columns
 from kvrsim.errors import ABSENT, InputError
+from kvrsim.execution import Execution, place
 from kvrsim.executors.run import Run, Runner, run_partition
 from kvrsim.memory import RankMemory, fits, memory_of
 from kvrsim.model.mixers import Recurrence
 from kvrsim.notes import note
+from kvrsim.once import once
 from kvrsim.program import Program, computes_s, waited_s
 from kvrsim.results.results import NotTried
 from kvrsim.scenario import Partition, Scenario
@@ -76,7 +78,7 @@ class Candidate:
     """A strategy with a partition for a scenario."""
 
     scenario: Scenario  # scenario with all GPUs that take part
-    strategy: Strategy  # strategy; a searched pipeline includes the layers of its stages
+    execution: Execution  # the scenario placed for the strategy; a searched pipeline has the layers of its stages
     partition: Partition
     search: SearchResult | None = field(default=None, compare=False)  # None: the partition was not searched
 
@@ -84,15 +86,15 @@ class Candidate:
         """Pickle only the fields, without cached results."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
-    @cached_property
-    def per_rank(self) -> Scenario:
-        """The scenario as one rank of the strategy sees it."""
-        return per_rank_scenario(self.scenario, self.strategy)
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy; a searched pipeline includes the layers of its stages."""
+        return self.execution.strategy
 
-    @cached_property
+    @property
     def program(self) -> Program:
         """The operations of all ranks."""
-        return _program_of(self.per_rank, self.strategy, self.partition)
+        return _program_of(self.execution, self.partition)
 
     @cached_property
     def finish_s(self) -> tuple[float, ...]:
@@ -100,7 +102,7 @@ class Candidate:
         if self._result is not None and self._result.finish_s is not None:
             return self._result.finish_s
         chunks = np.array([self.partition.chunk_lens], dtype=float).T
-        finish_s = Runner(self.per_rank, self.strategy).finish_s(chunks, program=lambda: self.program)
+        finish_s = Runner(self.execution).finish_s(chunks, program=lambda: self.program)
         return tuple(map(float, finish_s[:, 0]))
 
     @cached_property
@@ -112,15 +114,15 @@ class Candidate:
     def _result(self) -> SearchResult | None:
         """The search's result if it is about this scenario, strategy and partition."""
         search = self.search
-        if search is None or search.scenario is not self.per_rank:  # such as that of an engine's longest steps
+        if search is None or search.execution.placed is not self.execution.placed:  # as with long steps
             return None
-        is_same = search.partition == self.partition and search.strategy == self.strategy
+        is_same = search.partition == self.partition and search.execution.strategy == self.strategy
         return search if is_same else None
 
     @cached_property
     def ttft_without_communication_s(self) -> float:
         """TTFT of the same partition over links that take no time."""
-        return ttft_of(self.per_rank.without_communication(), self.strategy, self.partition)
+        return ttft_of(self.execution.on(self.execution.placed.without_communication), self.partition)
 
     @cached_property
     def compute_s(self) -> tuple[float, ...]:
@@ -128,7 +130,7 @@ class Candidate:
         if self.strategy.pipeline is not pipeline_program:
             return tuple(computes_s(self.program))
         pieces = columns(self.partition.chunk_lens)
-        return tuple(pipeline_computes_s(self.per_rank, self.strategy, pieces, self.per_rank.cost))
+        return tuple(pipeline_computes_s(self.execution.placed, self.strategy, pieces, self.execution.placed.cost))
 
     @property
     def query_blocks(self) -> tuple[int, ...] | None:
@@ -139,23 +141,23 @@ class Candidate:
     def waits(self) -> tuple[float, ...]:
         """Idle seconds of each GPU before its finish time."""
         pairs = zip(self.compute_s, self.finish_s, strict=True)
-        each_group = tuple(waited_s(*pair) for pair in pairs for _ in range(self.per_rank.gpus_per_rank))
-        return each_group * self.per_rank.data_groups
+        each_group = tuple(waited_s(*pair) for pair in pairs for _ in range(self.execution.placed.gpus_per_rank))
+        return each_group * self.execution.placed.data_groups
 
-    @cached_property
+    @property
     def memory(self) -> tuple[RankMemory, ...]:
         """Peak memory of every GPU."""
-        return _memory_of(self.per_rank, self.strategy, self.partition)
+        return _memory_of(self.execution, self.partition)
 
     @cached_property
     def fits(self) -> bool:
         """Whether every GPU's peak is within the memory limit."""
-        return fits(self.per_rank, self.memory)
+        return fits(self.execution.placed, self.memory)
 
     @cached_property
     def sensitivities(self) -> Sensitivities:
         """Changes of log TTFT by error source."""
-        return sensitivities(self.per_rank, self.strategy, self.partition)
+        return sensitivities(self.execution, self.partition)
 
     @cached_property
     def interval(self) -> Interval:
@@ -167,7 +169,7 @@ class Candidate:
         """The shares of the kinds of operations in the critical path, largest first."""
         from planner.limits import limits_of
 
-        return limits_of(self.per_rank, self.strategy, self.partition)
+        return limits_of(self.execution, self.partition)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -176,7 +178,7 @@ class Candidate:
 
     @cached_property
     def _event_run(self) -> Run:
-        return run_partition(self.per_rank, self.strategy, self.partition, timeline=True)
+        return run_partition(self.execution, self.partition, timeline=True)
 
     @property
     def timeline_error(self) -> float:
@@ -190,57 +192,76 @@ class Candidate:
 
         run = self._event_run
         assert run.timeline is not None
-        bases = bases_of(self.per_rank, self.strategy, self.partition, run.timeline)
+        bases = bases_of(self.execution, self.partition, run.timeline)
         return replace(run.timeline, bases=bases, shares=self.shares)
 
     @property
     def prefix_access(self) -> PrefixAccess | None:
         """How ranks attend to a cached prefix on other GPUs; None: the prefix is on the GPUs that use it."""
-        plan = self.per_rank.prefix_access_plan
+        plan = self.execution.placed.prefix_access_plan
         each_stage_has_its_layers = self.strategy.pipeline is not None and plan.source is None
         return None if plan.is_local or each_stage_has_its_layers else plan.access
 
 
-def _program_of(per_rank: Scenario, strategy: Strategy, partition: Partition) -> Program:
-    key = "program", strategy, partition
-    return per_rank.memoize(key, lambda: build_program(per_rank, strategy, columns(partition.chunk_lens)))
+def _program_of(execution: Execution, partition: Partition) -> Program:
+    programs = _programs(execution)
+    if partition not in programs:
+        programs[partition] = build_program(execution, columns(partition.chunk_lens))
+    return programs[partition]
 
 
-def _memory_of(per_rank: Scenario, strategy: Strategy, partition: Partition) -> tuple[RankMemory, ...]:
-    program = None if strategy.pipeline is not None else _program_of(per_rank, strategy, partition)
-    return per_rank.memoize(("memory", strategy, partition), lambda: memory_of(per_rank, strategy, partition, program))
+@once
+def _programs(execution: Execution) -> dict[Partition, Program]:
+    """The programs of an execution that were built."""
+    return {}
 
 
-def ttft_of(per_rank: Scenario, strategy: Strategy, partition: Partition) -> float:
-    """TTFT of one partition; `per_rank` is the scenario per rank of the strategy."""
-    return run_partition(per_rank, strategy, partition).ttft_s
+def _memory_of(execution: Execution, partition: Partition) -> tuple[RankMemory, ...]:
+    memories = _memories(execution)
+    if partition not in memories:
+        program = None if execution.strategy.pipeline is not None else _program_of(execution, partition)
+        memories[partition] = memory_of(execution, partition, program)
+    return memories[partition]
 
 
-def per_rank_scenario(scenario: Scenario, strategy: Strategy) -> Scenario:
-    """The scenario with one rank per GPU or group of GPUs, and the fastest access to a cached prefix for even chunks.
+@once
+def _memories(execution: Execution) -> dict[Partition, tuple[RankMemory, ...]]:
+    """The memory of all GPUs for each partition that was asked for."""
+    return {}
+
+
+def ttft_of(execution: Execution, partition: Partition) -> float:
+    """TTFT of one partition."""
+    return run_partition(execution, partition).ttft_s
+
+
+def execution_of(scenario: Scenario, strategy: Strategy) -> Execution:
+    """Place a scenario for a strategy, with the fastest access to a cached prefix for even chunks.
 
     Raises InputError where the strategy cannot run.
     """
-    key = strategy if strategy.stage_layers is None else replace(strategy, stage_layers=None)
-    return scenario.memoize(key, lambda: _with_prefix_access(for_strategy(scenario, strategy), strategy))
+    if strategy.stage_layers is None:
+        return _with_prefix_access(place(scenario, strategy))
+    return execution_of(scenario, replace(strategy, stage_layers=None)).by(strategy)
 
 
-def _with_prefix_access(per_rank: Scenario, strategy: Strategy) -> Scenario:
-    if not per_rank.request.cached_prefix or per_rank.prefix_placement.place == "all":
-        return per_rank
-    each = [replace(per_rank, prefix_access=access) for access in _accesses(per_rank, strategy)]
-    if len(each) == 1:
-        return each[0]
-    ranks = per_rank.cluster.num_gpus
-    cluster = per_rank.cluster
-    chunks = np.full((ranks, 1), per_rank.request.new_tokens / ranks)
+@once
+def _with_prefix_access(execution: Execution) -> Execution:
+    if not execution.request.cached_prefix or execution.placed.prefix_placement.place == "all":
+        return execution
+    choices = [execution.on(replace(execution.placed, prefix_access=access)) for access in _accesses(execution)]
+    if len(choices) == 1:
+        return choices[0]
+    ranks = execution.cluster.num_gpus
+    cluster = execution.cluster
+    chunks = np.full((ranks, 1), execution.request.new_tokens / ranks)
     if cluster.shares_bandwidth:  # fair shares are exact enough to compare accesses
-        cluster = per_rank.with_own_links(cluster.link.bandwidth_bytes_per_s / (ranks - 1)).cluster
-    return min(each, key=lambda one: float(Runner(one, strategy, cluster=cluster).finish_s(chunks)[-1, 0]))
+        cluster = execution.placed.with_own_links(cluster.link.bandwidth_bytes_per_s / (ranks - 1)).cluster
+    return min(choices, key=lambda choice: float(Runner(choice, cluster=cluster).finish_s(chunks)[-1, 0]))
 
 
-def _accesses(per_rank: Scenario, strategy: Strategy) -> tuple[PrefixAccess, ...]:
-    return supported_prefix_access(strategy, per_rank.prefix_placement, per_rank.cluster.num_gpus)
+def _accesses(execution: Execution) -> tuple[PrefixAccess, ...]:
+    return supported_prefix_access(execution.strategy, execution.placed.prefix_placement, execution.cluster.num_gpus)
 
 
 def prefix_access_notes(candidates: Sequence[Candidate]) -> list[str]:
@@ -248,7 +269,7 @@ def prefix_access_notes(candidates: Sequence[Candidate]) -> list[str]:
     meanings = {"whole": "each rank loads all that it needs", "pass-kv": "its shares go to all ranks"}
     names = {way: [one.strategy.name for one in candidates if one.prefix_access == way] for way in meanings}
     ways = [f"{way} ({meaning}) in {', '.join(names[way])}" for way, meaning in meanings.items() if names[way]]
-    had_choice = any(len(_accesses(one.per_rank, one.strategy)) > 1 for one in candidates)
+    had_choice = any(len(_accesses(one.execution)) > 1 for one in candidates)
     return [note("prefix access, chosen" if had_choice else "prefix access", ways="; ".join(ways))] if ways else []
 
 
@@ -258,10 +279,10 @@ def prefix_access_notes(candidates: Sequence[Candidate]) -> list[str]:
 class PartitionLookup(Protocol):
     """A table of partitions, such as planner.table.table.PartitionTable."""
 
-    def partition_for(self, per_rank: Scenario, strategy: Strategy, /) -> Partition:
+    def partition_for(self, execution: Execution, /) -> Partition:
         """The partition of a scenario, for a strategy that uses the table."""
 
-    def notes_for(self, per_rank: Scenario, strategy: Strategy, /) -> tuple[str, ...]:
+    def notes_for(self, execution: Execution, /) -> tuple[str, ...]:
         """Notes on differences between the table and the scenario, for a strategy that uses the table."""
 
 
@@ -290,27 +311,24 @@ class Search:
 
     def candidate(self, scenario: Scenario, strategy: Strategy, warm_start: Partition | None = None) -> Candidate:
         """The strategy with its best partition. warm_start: the best partition of KVR's chain."""
-        per_rank = per_rank_scenario(scenario, strategy)
-        choice = self.choose_partition(per_rank, strategy, warm_start)
+        execution = execution_of(scenario, strategy)
+        choice = self.choose_partition(execution, warm_start)
         if isinstance(choice, Partition):
-            return Candidate(scenario=scenario, strategy=strategy, partition=choice)
-        return Candidate(scenario=scenario, strategy=choice.strategy, partition=choice.partition, search=choice)
+            return Candidate(scenario=scenario, execution=execution, partition=choice)
+        found = execution.by(choice.execution.strategy)
+        return Candidate(scenario=scenario, execution=found, partition=choice.partition, search=choice)
 
-    def choose_partition(
-        self, per_rank: Scenario, strategy: Strategy, warm_start: Partition | None = None
-    ) -> Partition | SearchResult:
+    def choose_partition(self, execution: Execution, warm_start: Partition | None = None) -> Partition | SearchResult:
         """The given partition, checked; else an even one, one from a table, or the result of a search.
 
         Raises InputError for a strategy without its table, and for a partition that does not fit.
         """
-        partition = None if self.partition is None else _check_partition(self.partition, per_rank, strategy)
-        if strategy.partition_rule == "searched-pieces":
+        partition = None if self.partition is None else _check_partition(self.partition, execution)
+        if execution.strategy.partition_rule == "searched-pieces":
             from planner.search.pipeline import search_pipeline, with_step_time
 
-            mean = with_step_time(per_rank, "mean")
             return search_pipeline(
-                mean,
-                strategy,
+                with_step_time(execution, "mean"),
                 pieces=partition,
                 stride=self.options.stride,
                 on_progress=self.on_progress,
@@ -318,17 +336,16 @@ class Search:
             )
         if partition is not None:
             return partition
-        match strategy.partition_rule:
+        match execution.strategy.partition_rule:
             case "pieces":
                 from planner.search.pipeline import search_even_pieces
 
-                return search_even_pieces(per_rank, strategy, self.on_progress)
+                return search_even_pieces(execution, self.on_progress)
             case "search":
-                alone = strategy.group_size == 1
+                alone = execution.strategy.group_size == 1
                 method = self.options.method
                 return search(
-                    per_rank,
-                    strategy,
+                    execution,
                     method=method if alone or method == "analytical" else "auto",
                     stride=self.options.stride if alone else None,
                     warm_start=warm_start,
@@ -336,37 +353,37 @@ class Search:
                     allowance=self.allowance,
                 )
             case "table":
-                return self._look_up(per_rank, strategy)
-        return Partition.even(per_rank.request.new_tokens, per_rank.cluster.num_gpus)
+                return self._look_up(execution)
+        return Partition.even(execution.request.new_tokens, execution.cluster.num_gpus)
 
-    def _look_up(self, per_rank: Scenario, strategy: Strategy) -> Partition:
+    def _look_up(self, execution: Execution) -> Partition:
         if self.options.table is None:
-            accepted = f"a file of kvrsim table build, where {strategy.name} looks its chunks up"
+            accepted = f"a file of kvrsim table build, where {execution.strategy.name} looks its chunks up"
             raise InputError("table", ABSENT, accepted)
-        partition: Partition = self.options.table.partition_for(per_rank, strategy)
+        partition: Partition = self.options.table.partition_for(execution)
         return partition
 
 
-def choose_partition(
-    per_rank: Scenario, strategy: Strategy, partition: Sequence[int] | None = None
-) -> tuple[Strategy, Partition]:
-    """The strategy (a searched pipeline with the layers of its stages), and the given partition or the chosen one."""
-    choice = Search(partition=partition).choose_partition(per_rank, strategy)
-    return (strategy, choice) if isinstance(choice, Partition) else (choice.strategy, choice.partition)
+def choose_partition(execution: Execution, partition: Sequence[int] | None = None) -> tuple[Execution, Partition]:
+    """The execution (a searched pipeline with the layers of its stages), and the given partition or the chosen one."""
+    choice = Search(partition=partition).choose_partition(execution)
+    if isinstance(choice, Partition):
+        return execution, choice
+    return execution.by(choice.execution.strategy), choice.partition
 
 
-def partition_of(per_rank: Scenario, strategy: Strategy, partition: Sequence[int] | None = None) -> Partition:
+def partition_of(execution: Execution, partition: Sequence[int] | None = None) -> Partition:
     """Return only the partition of `choose_partition`."""
-    return choose_partition(per_rank, strategy, partition)[1]
+    return choose_partition(execution, partition)[1]
 
 
-def _check_partition(partition: Sequence[int], per_rank: Scenario, strategy: Strategy) -> Partition:
-    tokens = per_rank.request.new_tokens
-    ranks = per_rank.cluster.num_gpus
-    if strategy.pipeline is None:
+def _check_partition(partition: Sequence[int], execution: Execution) -> Partition:
+    tokens = execution.request.new_tokens
+    ranks = execution.cluster.num_gpus
+    if execution.strategy.pipeline is None:
         return Partition.of(partition, num_tokens=tokens, num_ranks=ranks)
     result = Partition.of(partition, num_tokens=tokens, num_ranks=len(partition))
-    if min(partition) < (context := context_ranks(strategy)):
+    if min(partition) < (context := context_ranks(execution.strategy)):
         text = ",".join(map(str, partition))
         raise InputError("partition", text, f"pieces of at least {context} tokens, one per context rank")
     return result
@@ -527,7 +544,7 @@ def _search_the_likeliest(
             unsearched.append(one.strategy.name)
             continue
         strategy = own[one.strategy.name]
-        work = _work(one.per_rank, one.strategy, len(one.partition.chunk_lens))
+        work = _work(one.execution, len(one.partition.chunk_lens))
         if work.program_s > left_s:
             unsearched.append(one.strategy.name)
             continue
@@ -547,11 +564,11 @@ def _least_s(one: Candidate) -> float:
 
     On a shared bus, rough chunks are far from the best ones.
     """
-    if one.strategy.partition_rule == "search" and one.per_rank.cluster.shares_bandwidth:
+    if one.strategy.partition_rule == "search" and one.execution.cluster.shares_bandwidth:
         from planner.search.descents import plan_on_a_bus  # not imported at every start
 
-        return plan_on_a_bus(one.per_rank, one.strategy)[1] * (1 - _MOST_GAIN["search"])
-    proven = one.strategy.chains and one.per_rank.chain_is_proven  # the analytical plan is then nearly the best
+        return plan_on_a_bus(one.execution)[1] * (1 - _MOST_GAIN["search"])
+    proven = one.strategy.chains and one.execution.placed.chain_is_proven  # the analytical plan is then nearly the best
     return one.ttft_s * (1 - (_MOST_GAIN_OF_CHAIN if proven else _MOST_GAIN[one.strategy.partition_rule]))
 
 
@@ -565,7 +582,7 @@ def _rough(scenario: Scenario, strategy: Strategy, by_name: dict[str, Candidate]
     """The candidate before a search: the analytical plan, or the even pieces of a pipeline of the same sizes."""
     chain = by_name.get(chain_like(strategy).name)
     if strategy.chains and chain is not None:  # this strategy may split attention calls where that is faster
-        alike = replace(chain, strategy=strategy)
+        alike = replace(chain, execution=execution_of(scenario, strategy))
         if alike.ttft_s >= chain.ttft_s:
             return alike
     if strategy.partition_rule == "search":
@@ -574,8 +591,10 @@ def _rough(scenario: Scenario, strategy: Strategy, by_name: dict[str, Candidate]
     one = by_name.get(even.name) or Search().candidate(scenario, even)
     assert one.search is not None
     report = replace(one.search.report, method=ROUGH, evaluations=0)
-    search = replace(one.search, strategy=strategy, report=report)
-    return Candidate(scenario=scenario, strategy=strategy, partition=one.partition, search=search)
+    search = replace(one.search, execution=one.search.execution.by(strategy), report=report)
+    return Candidate(
+        scenario=scenario, execution=execution_of(scenario, strategy), partition=one.partition, search=search
+    )
 
 
 def is_rough(one: Candidate) -> bool:
@@ -590,50 +609,56 @@ class _Work(NamedTuple):
     partition_s: float  # for each partition of a batch
 
 
-def _work(per_rank: Scenario, strategy: Strategy, pieces: int) -> _Work:
+def _work(execution: Execution, pieces: int) -> _Work:
     """The modelled work of a strategy's simulations; pieces: their number, for pipelines."""
-    ranks = per_rank.cluster.num_gpus
-    layers = per_rank.share.num_hidden_layers
-    if per_rank.cluster.shares_bandwidth:
-        messages = layers * ranks * (1 if strategy.chains else ranks)
-        seconds = _SECONDS_A_LINK if strategy.chains else _SECONDS_A_MESSAGE
+    ranks = execution.cluster.num_gpus
+    layers = execution.placed.share.num_hidden_layers
+    if execution.cluster.shares_bandwidth:
+        messages = layers * ranks * (1 if execution.strategy.chains else ranks)
+        seconds = _SECONDS_A_LINK if execution.strategy.chains else _SECONDS_A_MESSAGE
         return _Work(seconds * messages, 3e-7 * messages)
-    if strategy.pipeline is not None:
-        if per_rank.prefix_access_plan.source is not None:  # loads of a cached prefix: one program per layout
+    if execution.strategy.pipeline is not None:
+        if execution.placed.prefix_access_plan.source is not None:  # loads of a cached prefix: one program per layout
             return _Work(_SECONDS_A_STAGE * ranks, _SECONDS_A_STEP * layers * (pieces + ranks))
         partition_s = _SECONDS_A_PIPELINE_STEP * (pieces + ranks) / min(max(4096 // pieces, 48), 192)
-        if len(per_rank.share.layer_kinds) > 1:
+        if len(execution.placed.share.layer_kinds) > 1:
             partition_s *= _SEVERAL_KINDS
         return _Work(_SECONDS_A_STAGE * ranks, partition_s)
-    if strategy.partition_rule != "search":
-        kinds = len(per_rank.share.layer_kinds)
+    if execution.strategy.partition_rule != "search":
+        kinds = len(execution.placed.share.layer_kinds)
         rounds = min(layers, _EQUAL_LAYERS) if kinds == 1 else layers
         pair_s = _SECONDS_A_ROUND * rounds
-        if not per_rank.chain_is_proven:
+        if not execution.placed.chain_is_proven:
             pair_s += _SECONDS_AN_EXCHANGE
         return _Work(pair_s * ranks * ranks, 0.0)
-    if strategy.near_chain and not strategy.chains:
+    if execution.strategy.near_chain and not execution.strategy.chains:
         return _Work(_SECONDS_A_PAIR * layers * ranks * ranks, 2e-8 * layers * ranks * ranks)
-    if not per_rank.chain_is_proven:
+    if not execution.placed.chain_is_proven:
         return _Work(_SECONDS_A_LAYER * layers * ranks, 8e-6 * ranks)
-    return _Work(0.0, 1e-6 * ranks * (1 if strategy.chains else 2))
+    return _Work(0.0, 1e-6 * ranks * (1 if execution.strategy.chains else 2))
 
 
 def _first_s(scenario: Scenario, strategy: Strategy) -> float:
     """Modelled CPU seconds of the first simulation of a strategy; of a pipeline, of all its numbers of even pieces."""
-    per_rank = per_rank_scenario(scenario, strategy)
-    ranks = per_rank.cluster.num_gpus
-    pieces = min(per_rank.request.new_tokens, ranks)
-    work = _work(per_rank, strategy, pieces)
-    if strategy.pipeline is None or per_rank.cluster.shares_bandwidth:
+    execution = execution_of(scenario, strategy)
+    ranks = execution.cluster.num_gpus
+    pieces = min(execution.request.new_tokens, ranks)
+    work = _work(execution, pieces)
+    if strategy.pipeline is None or execution.cluster.shares_bandwidth:
         return sum(work)
     steps = 2 * pieces + ranks * pieces.bit_length()  # of all numbers of pieces: 1, 2, 4, ...
-    kinds = _SEVERAL_KINDS if len(per_rank.share.layer_kinds) > 1 else 1.0
+    kinds = _SEVERAL_KINDS if len(execution.placed.share.layer_kinds) > 1 else 1.0
     return max(sum(work), _SECONDS_A_PIPELINE_STEP * kinds * steps)
 
 
 def _could_fit(scenario: Scenario, strategy: Strategy) -> bool:
     return least_bytes(scenario, strategy) <= scenario.memory_limit.nbytes
+
+
+@once
+def _memory_of_even_chunks(execution: Execution) -> tuple[RankMemory, ...]:
+    """Memory of all GPUs with even chunks, without the times of the program, which a search need not know."""
+    return memory_of(execution, Partition.even(execution.request.new_tokens, execution.cluster.num_gpus))
 
 
 def least_bytes(scenario: Scenario, strategy: Strategy) -> int:
@@ -642,21 +667,20 @@ def least_bytes(scenario: Scenario, strategy: Strategy) -> int:
     Exact for even chunks. For searched chunks: weights and cache. For pipelines: the memory with short pieces; for
     searched pipelines, the mean of weights and cache over the stages, because layers may move between stages.
     """
-    per_rank = per_rank_scenario(scenario, strategy)
-    tokens = per_rank.request.new_tokens
-    ranks = per_rank.cluster.num_gpus
+    execution = execution_of(scenario, strategy)
+    tokens = execution.request.new_tokens
+    ranks = execution.cluster.num_gpus
     number = ranks
     if strategy.pipeline is not None:
         from planner.search.pipeline import piece_numbers  # imported only for pipelines
 
-        number = max(piece_numbers(per_rank, strategy), default=1)
+        number = max(piece_numbers(execution), default=1)
     # Strategies near KVR's chain hold its weights and cache, and the chain has fewer messages.
-    like = chain_like(strategy) if strategy.near_chain else strategy
-    even = Partition.even(tokens, max(1, number))
+    like = execution.by(chain_like(strategy)) if strategy.near_chain else execution
     if strategy.partition_rule == "search":
-        memory = per_rank.memoize(("least memory", like), lambda: memory_of(per_rank, like, even))
+        memory = _memory_of_even_chunks(like)
     else:
-        memory = _memory_of(per_rank, like, even)
+        memory = _memory_of(like, Partition.even(tokens, max(1, number)))
     if strategy.partition_rule == "searched-pieces":
         return sum(rank.weights + rank.kv_cache + rank.runtime for rank in memory) // len(memory)
     if strategy.partition_rule == "search":
@@ -722,7 +746,7 @@ def _allowed_strategies(scenario: Scenario, names: Sequence[str]) -> tuple[tuple
         if strategy.partition_rule == "table":
             continue
         try:
-            per_rank_scenario(scenario, strategy)
+            execution_of(scenario, strategy)
         except InputError as error:
             reasons.setdefault(error.accepted, []).append(name)
         else:

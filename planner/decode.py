@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from kvrsim.closed_loop import OUTPUT_TOKENS, ClosedLoop
-from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
+from kvrsim.execution import place
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import work_s
 from kvrsim.results.results import Plan, SimResult
 from kvrsim.scenario import Request, Scenario
@@ -60,7 +61,7 @@ def closed_loop(scenario: Scenario, users: int, output_tokens: int) -> ClosedLoo
     )
 
 
-def step_s(per_rank: Scenario, batch: int, context: int) -> float:
+def step_s(per_rank: PlacedScenario, batch: int, context: int) -> float:
     """Seconds of one step, which computes one token for each of `batch` sequences of `context` tokens.
 
     Engines replay a graph of the step's kernels, so kernel launches cost no extra time.
@@ -85,7 +86,7 @@ def step_s(per_rank: Scenario, batch: int, context: int) -> float:
     return host.step_s + device_s + sum(float(work_s(op)[0]) for op in head(scenario, one, cost))
 
 
-def decoding_rank(scenario: Scenario, size: int) -> Scenario:
+def decoding_rank(scenario: Scenario, size: int) -> PlacedScenario:
     """The scenario per rank, where `size` GPUs decode with tensor parallelism."""
     request = Request(context_len=1, dtype=scenario.request.dtype)
-    return for_strategy(replace(scenario.on_gpus(size), request=request), STRATEGIES["single" if size == 1 else "tp"])
+    return place(replace(scenario.on_gpus(size), request=request), STRATEGIES["single" if size == 1 else "tp"]).placed

@@ -15,7 +15,7 @@ from kvrsim.model.spec import ModelSpec
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.units import format_bytes
-from planner.candidates import Candidate, all_for
+from planner.candidates import Candidate, all_for, execution_of
 from planner.deploy_engines import DeployEngine, deploy_engine, engines_with, layout_on_gpus
 
 Role = Literal["prefill", "decode"]
@@ -243,8 +243,9 @@ def deployment_of(
 
 def _check_fits(scenario: Scenario, engine: DeployEngine, strategy: Strategy, partition: Sequence[int]) -> None:
     """Raise InputError if the partition needs more memory than the GPUs have."""
-    planned = Candidate(scenario=scenario, strategy=strategy, partition=Partition(chunk_lens=tuple(partition)))
+    execution = execution_of(scenario, strategy)
+    planned = Candidate(scenario=scenario, execution=execution, partition=Partition(chunk_lens=tuple(partition)))
     if not planned.fits:
         most = format_bytes(max(memory.total for memory in planned.memory))
-        limit = planned.per_rank.memory_limit.describe()
+        limit = scenario.memory_limit.describe()
         raise InputError("emit", engine.name, f"a plan that fits: {strategy.name} needs {most} on a GPU ({limit})")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvrsim.choices import DEPLOY_ENGINES
-from kvrsim.compile import layout_of
 from kvrsim.errors import InputError
+from kvrsim.execution import layout_of
 from kvrsim.layout import Degrees, Layout
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy

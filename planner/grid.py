@@ -26,17 +26,17 @@ _EXPOSED = 0.05  # exposed communication / TTFT without it; above this, balanced
 def quick_candidate(scenario: Scenario, strategy: Strategy) -> Candidate:
     """A candidate that is quick to find: balanced or even chunks if these are good enough, else searched ones."""
     from kvrsim.scenario import Partition
-    from planner.candidates import Candidate, Search, per_rank_scenario
+    from planner.candidates import Candidate, Search, execution_of
     from planner.search.minimise import Allowance
     from planner.search.search import search
 
     if strategy.partition_rule != "search":
         few = Allowance(left_s=_FEW_PIPELINES * _EACH_S, each_s=_EACH_S)
         return Search(allowance=few).candidate(scenario, strategy)
-    per_rank = per_rank_scenario(scenario, strategy)
-    result = search(per_rank, strategy, method="analytical")
-    balanced = Candidate(scenario=scenario, strategy=strategy, partition=result.partition, search=result)
-    even = Partition.even(per_rank.request.new_tokens, per_rank.cluster.num_gpus)
+    execution = execution_of(scenario, strategy)
+    result = search(execution, method="analytical")
+    balanced = Candidate(scenario=scenario, execution=execution, partition=result.partition, search=result)
+    even = Partition.even(execution.request.new_tokens, execution.cluster.num_gpus)
     best = min(balanced, replace(balanced, partition=even, search=None), key=lambda one: one.ttft_s)
     if best.ttft_s <= balanced.ttft_without_communication_s * (1 + _EXPOSED):
         return best

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from kvrsim.compile import build_program, columns
+from kvrsim.execution import Execution
 from kvrsim.executors.run import Runner
 from kvrsim.kernels.cost import WeightedCost, listing
 from kvrsim.results.results import Limit
-from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import Strategy
+from kvrsim.scenario import Partition
 from kvrsim.units import scale
 
 OPERATIONS = {  # kind of operation: its name in answers
@@ -27,29 +27,29 @@ _STEP = 1e-3  # relative slowdown with which shares are measured
 _LEAST = 0.005  # least share of TTFT for which a limit is listed
 
 
-def limits_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> tuple[Limit, ...]:
+def limits_of(execution: Execution, partition: Partition) -> tuple[Limit, ...]:
     """The shares of the kinds of operations in the critical path, largest first.
 
     The share is the relative growth of TTFT if only these operations are slower, over their relative slowdown. With a
-    single critical path, this is their share of its seconds. scenario: as one rank of the strategy sees it.
+    single critical path, this is their share of its seconds.
     """
     chunks = columns(partition.chunk_lens)
-    cost, parts = listing(scenario.cost)
-    build_program(scenario, strategy, chunks[: 1 if strategy.pipeline else None], cost)
+    cost, parts = listing(execution.placed.cost)
+    build_program(execution, chunks[: 1 if execution.strategy.pipeline else None], cost)
     kinds = list(dict.fromkeys(part.kind for part in parts))
     weights = {part: np.where(np.arange(len(kinds) + 1) == kinds.index(part.kind), 1 + _STEP, 1.0) for part in parts}
     wide = np.stack([np.repeat(chunk, len(kinds) + 1) for chunk in chunks])
 
-    def ttft_s(changed: Scenario, partitions: np.ndarray, weighted: WeightedCost | None = None) -> np.ndarray:
-        return np.asarray(Runner(changed, strategy, cost=weighted).finish_s(partitions)[-1])
+    def ttft_s(changed: Execution, partitions: np.ndarray, weighted: WeightedCost | None = None) -> np.ndarray:
+        return np.asarray(Runner(changed, cost=weighted).finish_s(partitions)[-1])
 
-    *slowed_s, base_s = ttft_s(scenario, wide, WeightedCost(cost=scenario.cost, weights=weights))
+    *slowed_s, base_s = ttft_s(execution, wide, WeightedCost(cost=execution.placed.cost, weights=weights))
     others = {
-        "links": scenario.with_slower_links(1 + _STEP),
-        "host": scenario.with_host(scale(scenario.host, 1 + _STEP)),
+        "links": execution.placed.with_slower_links(1 + _STEP),
+        "host": execution.placed.with_host(scale(execution.placed.host, 1 + _STEP)),
     }
     times = dict(zip(kinds, slowed_s, strict=True))
-    times |= {kind: ttft_s(changed, wide[:, -1:])[0] for kind, changed in others.items()}
+    times |= {kind: ttft_s(execution.on(changed), wide[:, -1:])[0] for kind, changed in others.items()}
     shares = {kind: float(seconds / base_s - 1) / _STEP for kind, seconds in times.items()}
     whole = max(1.0, sum(shares.values()))  # above 1 if several paths are critical at the same time
     ranked = sorted(((kind, share / whole) for kind, share in shares.items()), key=lambda item: -item[1])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from kvrsim.arguments import SearchArgs, TargetArgs
 from kvrsim.errors import InputError
+from kvrsim.execution import execute
 from kvrsim.notes import note, without
 from kvrsim.program import AllGather, AllToAll, Op, Program, RingPass
 from kvrsim.results.question import Question
@@ -250,7 +251,7 @@ class Ranking:
             speedup_over_tsp=None if tsp is None else tsp.ttft_s / one.ttft_s,
             speedup=None if self.baseline is None else self.baseline.ttft_s / one.ttft_s,
             noisy=self.noisy.get(one.strategy.name),
-            layers=layers_of(one.per_rank, one.strategy),
+            layers=layers_of(one.execution.placed, one.strategy),
             prefix_access=one.prefix_access,
             layout=layout_on_gpus(one.strategy, self.scenario),
             searched=not is_rough(one),
@@ -287,16 +288,17 @@ class Ranking:
         if kvr is None:
             best = _chain_bound(self.best, None)
             return Bounds(ttft_star_s=None, ttft_no_comm_s=None, lower_bound_s=None, gap=None, best=best)
-        per_rank = kvr.per_rank
-        num_ranks = per_rank.cluster.num_gpus
-        whole = Partition(chunk_lens=(per_rank.request.new_tokens,))
-        single_s = ttft_of(per_rank.on_gpus(1), STRATEGIES["single"], whole)
+        execution = kvr.execution.by(KVR_S)
+        placed = execution.placed
+        num_ranks = placed.cluster.num_gpus
+        whole = Partition(chunk_lens=(placed.request.new_tokens,))
+        single_s = ttft_of(execute(placed.on_gpus(1), STRATEGIES["single"]), whole)
         # Without communication, the balanced plan is optimal except for the wait in the first layer.
-        balanced_s = search(per_rank.without_communication(), KVR_S, method="analytical").ttft_s
+        balanced_s = search(execution.on(placed.without_communication), method="analytical").ttft_s
         lower_s = None
-        if per_rank.chain_is_proven:
+        if placed.chain_is_proven:
             found_s = None if kvr.search is None else kvr.search.lower_bound_s
-            lower_s = found_s or lower_bound_s(per_rank, KVR_S, kvr.ttft_s)
+            lower_s = found_s or lower_bound_s(execution, kvr.ttft_s)
         return Bounds(
             ttft_star_s=single_s / 2 * (1 / num_ranks + 1 / num_ranks**2),
             ttft_no_comm_s=min(balanced_s, kvr.ttft_without_communication_s),
@@ -308,7 +310,7 @@ class Ranking:
     def search_report(self) -> SearchReport:
         """The method of KVR-S's search (or of the first search), and the effort of all searches together."""
         searches = {one.strategy.name: one.search for one in self.candidates if one.search is not None}
-        over_ranks = [one for one in searches.values() if one.strategy.partition_rule == "search"]
+        over_ranks = [one for one in searches.values() if one.execution.strategy.partition_rule == "search"]
         first = searches.get(KVR_S.name) or (over_ranks[0] if over_ranks else None)
         return SearchReport(
             method="analytical" if first is None else first.report.method,
@@ -362,7 +364,7 @@ class Ranking:
                 if one.search is not None and one.search.report.limit is not None
             ),
             *coverage_notes_of(self.scenario),
-            *layout_notes(self.best.per_rank, self.best.strategy),
+            *layout_notes(self.best.execution),
             *prefix_access_notes(self.candidates),
             *self._even_chunks_note(),
             *(_memory_note(one) for one in self.candidates if not one.fits),
@@ -421,9 +423,7 @@ def _under_noise(
 def _distribution(one: Candidate, even_s: float, disturbance: Disturbance) -> Distribution:
     from planner.uncertainty.noise import FIRST_PLAN_SAMPLE
 
-    return disturbance.distribution(
-        one.per_rank, one.strategy, one.partition, one.ttft_s, even_s=even_s, first=FIRST_PLAN_SAMPLE
-    )
+    return disturbance.distribution(one.execution, one.partition, one.ttft_s, even_s=even_s, first=FIRST_PLAN_SAMPLE)
 
 
 def _noise_report(disturbance: Disturbance | None) -> NoiseReport | None:
@@ -443,16 +443,16 @@ def _shortfall(ranking: Ranking, cluster_gpus: int) -> Shortfall | None:
 def _chain_bound(best: Candidate, kvr_lower_s: float | None) -> ChainBound | None:
     """The bound of the best strategy over all its partitions; None if there is no proof."""
     strategy = best.strategy
-    if not strategy.chains or not best.per_rank.chain_is_proven:
+    if not strategy.chains or not best.execution.placed.chain_is_proven:
         return None
     is_kvr = (strategy.group_size, strategy.layer, strategy.query_blocks) == (1, KVR_S.layer, KVR_S.query_blocks)
     lower_s = kvr_lower_s if is_kvr else None
-    lower_s = lower_s or lower_bound_s(best.per_rank, strategy, best.ttft_s)
+    lower_s = lower_s or lower_bound_s(best.execution, best.ttft_s)
     return ChainBound(strategy=strategy.name, lower_bound_s=lower_s, gap=best.ttft_s / lower_s - 1)
 
 
 def _memory_note(one: Candidate) -> str:
-    limit = one.per_rank.memory_limit.nbytes
+    limit = one.execution.placed.memory_limit.nbytes
     over = [rank for rank, memory in enumerate(one.memory) if memory.total > limit]
     ranks = ", ".join(map(str, over[:8])) + (", ..." if len(over) > 8 else "")
     worst = format_bytes(max(memory.total for memory in one.memory))

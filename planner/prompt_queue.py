@@ -79,7 +79,7 @@ class PromptQueue:
 
 def queue_of(candidate: Candidate, noisy: Distribution | None = None, *, seed: int = 0) -> PromptQueue:
     """The queue of prompts like that of the candidate; under noise, each takes one of the samples."""
-    per_rank = candidate.per_rank
+    per_rank = candidate.execution.placed
     request = per_rank.request
     overlap = _overlap_of(candidate)
     # Ranks that work on different prompts of different times are simulated prompt by prompt, which takes long.
@@ -97,12 +97,12 @@ def queue_of(candidate: Candidate, noisy: Distribution | None = None, *, seed: i
 
 def _overlap_of(candidate: Candidate) -> Overlap:
     """Times at which the ranks are free for the next prompt; the ranks of a gathered context are free together."""
-    if not overlaps(candidate.strategy) or candidate.per_rank.cluster.num_gpus == 1:
+    if not overlaps(candidate.strategy) or candidate.execution.cluster.num_gpus == 1:
         return Overlap.whole()
     finish_s = np.array([candidate.finish_s])
-    slack_s = slack_of(candidate.program, candidate.per_rank.cluster, finish_s)
+    slack_s = slack_of(candidate.program, candidate.execution.cluster, finish_s)
     return Overlap(
         finish=(tuple(finish_s[0] / candidate.ttft_s),),
         slack=(tuple(slack_s[0] / candidate.ttft_s),),
-        holds=not candidate.per_rank.sends_overlap,
+        holds=not candidate.execution.placed.sends_overlap,
     )

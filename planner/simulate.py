@@ -44,16 +44,15 @@ def run_simulation(
     Raises InputError for an unknown strategy or executor, or a partition that does not fit.
     """
     search = search or Search()
-    own = get_strategy(strategy)
+    asked = get_strategy(strategy)
     even = scenario
     if disturbance is not None:
-        disturbance.check(own)
+        disturbance.check(asked)
         scenario = disturbance.with_fixed_part(scenario)
-    candidate = search.candidate(scenario, own)
-    own = candidate.strategy
+    candidate = search.candidate(scenario, asked)
+    execution = candidate.execution
     partition = candidate.partition
-    per_rank = candidate.per_rank
-    draw = None if disturbance is None else disturbance.draw(per_rank)
+    draw = None if disturbance is None else disturbance.draw(execution.placed)
     records = bool(record) or draw is not None
     kind = check_executor(executor, records=records)
     finish_s = candidate.finish_s
@@ -61,13 +60,13 @@ def run_simulation(
     noisy = None
     table = None
     if disturbance is not None:
-        disturbance.check_length(candidate.ttft_s, per_rank.cluster.num_gpus)
-        even_s = (candidate if disturbance.is_even else search.candidate(even, own)).ttft_s
+        disturbance.check_length(candidate.ttft_s, execution.cluster.num_gpus)
+        even_s = (candidate if disturbance.is_even else search.candidate(even, candidate.strategy)).ttft_s
         noisy = disturbance.distribution(
-            per_rank, own, partition, candidate.ttft_s, even_s=even_s, on_progress=search.on_progress
+            execution, partition, candidate.ttft_s, even_s=even_s, on_progress=search.on_progress
         )
     if kind == "event":
-        run = run_partition(per_rank, own, partition, executor=kind, timeline=records, draw=draw)
+        run = run_partition(execution, partition, executor=kind, timeline=records, draw=draw)
         finish_s = run.finish_s
         spans = run.timeline
     compute_s = candidate.compute_s
@@ -77,16 +76,16 @@ def run_simulation(
     if spans is not None and record:
         from planner.uncertainty.basis import bases_of, breakdown
 
-        table = breakdown(per_rank, own, partition, finish_s, spans) if "breakdown" in record else None
-        bases = bases_of(per_rank, own, partition, spans)
+        table = breakdown(execution, partition, finish_s, spans) if "breakdown" in record else None
+        bases = bases_of(execution, partition, spans)
         shares = candidate.shares if draw is None else {}
         spans = replace(spans, bases=bases, shares=shares) if "timeline" in record else None
     table_notes: tuple[str, ...] = ()
-    if search.partition is None and own.partition_rule == "table" and search.options.table is not None:
-        table_notes = search.options.table.notes_for(per_rank, own)
+    if search.partition is None and candidate.strategy.partition_rule == "table" and search.options.table is not None:
+        table_notes = search.options.table.notes_for(execution)
     return SimResult(
         question=Question.of(scenario, seed=seed, **_options(strategy, search, disturbance)),
-        strategy=own.name,
+        strategy=candidate.strategy.name,
         partition=partition.chunk_lens,
         executor=kind,
         ttft_s=finish_s[-1],
@@ -95,7 +94,7 @@ def run_simulation(
         memory=candidate.memory,
         fits=candidate.fits,
         per_rank=tuple(_reports(candidate, compute_s, finish_s)),
-        layers=layers_of(per_rank, own),
+        layers=layers_of(execution.placed, execution.strategy),
         prefix_access=candidate.prefix_access,
         query_blocks=candidate.query_blocks,
         interval_coverage=measured_coverage(scenario),
@@ -103,7 +102,7 @@ def run_simulation(
         warnings=(
             *warnings,
             *coverage_notes_of(scenario),
-            *layout_notes(per_rank, own),
+            *layout_notes(execution),
             *prefix_access_notes([candidate]),
             *table_notes,
         ),
@@ -116,8 +115,8 @@ def run_simulation(
 
 def _reports(one: Candidate, compute_s: Sequence[float], finish_s: Sequence[float]) -> Iterator[RankReport]:
     """One report per GPU; compute_s and finish_s have one value per rank."""
-    for gpu in range(one.per_rank.num_gpus):
-        rank = gpu // one.per_rank.gpus_per_rank
+    for gpu in range(one.execution.placed.num_gpus):
+        rank = gpu // one.execution.placed.gpus_per_rank
         yield RankReport(
             rank=gpu,
             chunk_len=tokens_of(one.strategy, one.partition.chunk_lens, rank),

@@ -11,12 +11,12 @@ from typing import Any
 
 from calibrate.engines.fit import ENGINES
 from kvrsim.builder import make_scenario
-from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution, place
 from kvrsim.executors.run import run_partition
 from kvrsim.io.schema import JsonObject
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import Strategy, get_strategy
+from kvrsim.strategies import get_strategy
 
 _NAMES = Path(__file__).with_name("names.json")
 _STEP_TOKENS = 8192  # tokens of a step, unless the engine is old, its GPU small, or the row says otherwise
@@ -28,7 +28,7 @@ class EnginePrefill:
 
     case: str  # description
     scenario: Scenario
-    strategy: Strategy
+    execution: Execution  # the scenario placed for the row's strategy
     partition: Partition
     tokens: int  # tokens of all prompts together
     measured_s: float
@@ -36,7 +36,7 @@ class EnginePrefill:
     @cached_property
     def predicted_s(self) -> float:
         """TTFT by the record of the engine."""
-        return run_partition(for_strategy(self.scenario, self.strategy), self.strategy, self.partition).ttft_s
+        return run_partition(self.execution, self.partition).ttft_s
 
 
 def read_prefills(path: Path) -> list[EnginePrefill]:
@@ -74,17 +74,16 @@ def _prefill(row: Mapping[str, Any], names: Mapping[str, Any]) -> EnginePrefill 
             dtype="fp8" if row["dtype"] == "fp8" else None,
         )
         name, pieces = steps_of(row, engine)
-        strategy = get_strategy(name)
-        placed = for_strategy(scenario, strategy)
+        execution = place(scenario, get_strategy(name))
     except InputError:
         return None
-    partition = Partition.even(placed.request.new_tokens, placed.cluster.num_gpus)
+    partition = Partition.even(execution.request.new_tokens, execution.cluster.num_gpus)
     if pieces is not None:
         partition = Partition(chunk_lens=tuple(pieces))
     return EnginePrefill(
         case=f"{row['model']} {row['context']} x {row['batch']} on {row['n_gpus']} {row['gpu']}, {row['engine']}",
         scenario=scenario,
-        strategy=strategy,
+        execution=execution,
         partition=partition,
         tokens=int(row["context"]) * int(row["batch"]),
         measured_s=row["value"],

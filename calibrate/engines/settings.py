@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvrsim.builder import make_scenario
-from kvrsim.compile import for_strategy
 from kvrsim.engine import NO_HOST, Engine
 from kvrsim.errors import InputError
+from kvrsim.execution import place
 from kvrsim.executors.run import run_partition
 from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
@@ -128,12 +128,11 @@ class _Counts:
 
 def _ttft_s(scenario: Scenario, name: str, pieces: Sequence[int] | None = None) -> float:
     """TTFT of a strategy with these pieces, or with one chunk per rank."""
-    strategy = get_strategy(name)
-    placed = for_strategy(scenario, strategy)
-    partition = Partition.even(placed.request.new_tokens, placed.cluster.num_gpus)
+    execution = place(scenario, get_strategy(name))
+    partition = Partition.even(execution.request.new_tokens, execution.cluster.num_gpus)
     if pieces is not None:
         partition = Partition(chunk_lens=tuple(pieces))
-    return run_partition(placed, strategy, partition).ttft_s
+    return run_partition(execution, partition).ttft_s
 
 
 def _model_folder(folder: Path, configs: Path, name: str) -> Path:

@@ -16,16 +16,17 @@ from calibrate.prefills.rows import PrefillRow
 from calibrate.prefills.solve import Array, Prior, Solution, solve
 from kvrsim.arguments import OnProgress
 from kvrsim.builder import make_scenario
-from kvrsim.compile import for_strategy
 from kvrsim.engine import DEVIATES_OF_80_PERCENT, PRIOR_ENGINE, TERMS, WIDTHS, Engine, EngineFit, HostRates, load_engine
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution, place
 from kvrsim.executors.run import ttft_s
 from kvrsim.hardware import Cluster, builtin_gpus, cluster_of, load_cluster
 from kvrsim.io.schema import fields_to_json, to_frame, to_json
 from kvrsim.kernels.profile import CalibrationProfile, ValidRange
 from kvrsim.layout import LAYOUT_KINDS
-from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import Strategy, get_strategy
+from kvrsim.placement import PlacedScenario
+from kvrsim.scenario import Partition
+from kvrsim.strategies import get_strategy
 from kvrsim.version import __version__
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ _IDENTIFIED = 0.5**0.5  # a term is identified if the rows narrow it below this 
 _OF_A_ROW = ("model", "gpus", "ctx", "batch", "cached_prefix", "dtype", "strategy", "strategies", "attention")
 
 # The partition that a strategy runs with. The planner supplies the function: this package does not import the planner.
-PartitionOf = Callable[[Scenario, Strategy], Partition]
-Change = Callable[[Scenario], Scenario]
+PartitionOf = Callable[[Execution], Partition]
+Change = Callable[[PlacedScenario], PlacedScenario]
 
 
 class HasInterval(Protocol):
@@ -57,7 +58,7 @@ class HasInterval(Protocol):
 
 
 # Function that returns the 80 % interval of a TTFT. The planner supplies the function, too.
-IntervalOf = Callable[[Scenario, Strategy, Partition, float], HasInterval]
+IntervalOf = Callable[[Execution, Partition, float], HasInterval]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,14 +66,18 @@ class PrefillCase:
     """One measured prefill, ready to be predicted."""
 
     row: PrefillRow
-    scenario: Scenario  # scenario, adapted to the strategy
-    strategy: Strategy
+    execution: Execution  # the scenario placed for the row's strategy
     partition: Partition
 
     def ttft_s(self, change: Change | None = None) -> float:
         """Predicted seconds for the scenario, or for the scenario after `change`."""
-        scenario = self.scenario if change is None else change(self.scenario)
-        return float(ttft_s(scenario, self.strategy, np.array([self.partition.chunk_lens], dtype=float))[0])
+        execution = self.execution if change is None else self.execution.on(change(self.scenario))
+        return float(ttft_s(execution, np.array([self.partition.chunk_lens], dtype=float))[0])
+
+    @property
+    def scenario(self) -> PlacedScenario:
+        """The scenario as one rank sees it."""
+        return self.execution.placed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,10 +144,8 @@ def _case(
         dtype=row.dtype,
         **fields,
     )
-    strategy = get_strategy(row.strategy_name)
-    per_rank = for_strategy(scenario, strategy)
-    partition = partition_of(per_rank, strategy)
-    return PrefillCase(row=row, scenario=per_rank, strategy=strategy, partition=partition), notes
+    execution = place(scenario, get_strategy(row.strategy_name))
+    return PrefillCase(row=row, execution=execution, partition=partition_of(execution)), notes
 
 
 def _of_gpu(rows: Sequence[PrefillRow], profile: CalibrationProfile) -> tuple[list[PrefillRow], list[str]]:
@@ -253,7 +256,7 @@ def check_prefills(
         if on_progress is not None:
             on_progress(number, len(cases), "predicting rows")
         predicted_s = case.ttft_s()
-        span = interval_of(case.scenario, case.strategy, case.partition, predicted_s)
+        span = interval_of(case.execution, case.partition, predicted_s)
         seconds = {"predicted_s": predicted_s, "low_s": span.low_s, "high_s": span.high_s}
         rows.append(RowCheck(case=case.row.case, measured_s=case.row.ttft_s, **seconds))
     return PrefillCheck(rows=tuple(rows))
@@ -304,7 +307,7 @@ class EngineTerms:
         scale = {self.gpu: values[KERNEL_SCALE]} if KERNEL_SCALE in values else self.engine.kernel_scale
         return replace(self.engine, host=replace(self.engine.host, **host), kernel_scale=scale)
 
-    def scenario_with(self, scenario: Scenario, values: Mapping[str, float]) -> Scenario:
+    def scenario_with(self, scenario: PlacedScenario, values: Mapping[str, float]) -> PlacedScenario:
         """The scenario with these values in its engine and in the clock of its profile."""
         profile = scenario.profile and with_clock(scenario.profile, values)
         return replace(scenario, engine=self.engine_with(values), profile=profile)
@@ -377,7 +380,8 @@ class PrefillFit:
         profile = case.scenario.profile
         assert profile is not None, "a roofline has no engine"
         fitted = replace(profile, kernels=self.profile.kernels)
-        return replace(case, scenario=replace(case.scenario, engine=self.engine, profile=fitted))
+        placed = replace(case.scenario, engine=self.engine, profile=fitted)
+        return replace(case, execution=case.execution.on(placed))
 
     def to_frame(self) -> pandas.DataFrame:
         """A frame with one row per prefill: seconds measured, and predicted before, after and without the case."""
@@ -518,7 +522,7 @@ def _with_coverage(fit: PrefillFit, cases: Sequence[PrefillCase], interval_of: I
     inside = []
     for case, then_s in zip(map(fit.apply, cases), fit.solution.left_out_s, strict=True):
         ttft_s = case.ttft_s()
-        span = interval_of(case.scenario, case.strategy, case.partition, ttft_s)
+        span = interval_of(case.execution, case.partition, ttft_s)
         inside.append(span.low_s <= case.row.ttft_s * ttft_s / then_s <= span.high_s)
     engine = replace(fit.engine, fit=replace(fit.engine.fit, coverage=float(np.mean(inside))))
     return replace(fit, engine=engine, profile=replace(fit.profile, engine=engine))

@@ -19,12 +19,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kvrsim.execution import Execution
 from kvrsim.executors.batch import rows_of, seconds_on
 from kvrsim.hardware import Cluster, Path
 from kvrsim.kernels.cost import CostModel
 from kvrsim.program import Array, Flags, Op, Recv, Send, host_s_of, slowed_by_pending_recv, slower, stream_s
-from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy
 from kvrsim.strategies.base import Step
 from kvrsim.strategies.kv_runahead import KVR_S
 from kvrsim.strategies.layers import before_step, embedding, has_prefill, last, last_is_alike, layer_ops, request
@@ -36,36 +35,35 @@ _SAME = 1e-13  # relative difference of two times that rounding can cause
 class Chain:
     """A chain of KV-Runahead with equal layers, prepared for any chunks."""
 
-    def __init__(self, scenario: Scenario, strategy: Strategy, cluster: Cluster, cost: CostModel | None = None) -> None:
-        self.scenario = scenario
-        self.strategy = strategy
+    def __init__(self, execution: Execution, cluster: Cluster, cost: CostModel | None = None) -> None:
+        self.execution = execution
         self.cluster = cluster
-        self.costs = scenario.layer_costs(cost)[scenario.share.layer_kind_index[0]]
+        self.costs = execution.placed.layer_costs(cost)[execution.placed.share.layer_kind_index[0]]
         ranks = range(cluster.num_gpus)
         paths = [cluster.path(rank, rank + 1) for rank in ranks[:-1]]
         self.path_rows = rows_of(paths)
         self.latency_s = np.array([[path.latency_s] for path in paths])
-        pending = scenario.pending_share
+        pending = execution.placed.pending_share
         self.pending = np.array([[pending if rank else 0.0] for rank in ranks]) if pending else None
-        slowness = np.array([[scenario.cluster.slowness(rank)] for rank in ranks])
+        slowness = np.array([[execution.cluster.slowness(rank)] for rank in ranks])
         self.slowness = None if (slowness == 1.0).all() else slowness
         one = np.ones(1)
-        alike = last_is_alike(scenario, self.costs.cost)
-        self.epilogue = last(scenario, one, one, self.costs.cost) if alike else None
+        alike = last_is_alike(execution.placed, self.costs.cost)
+        self.epilogue = last(execution.placed, one, one, self.costs.cost) if alike else None
 
     @staticmethod
-    def suits(scenario: Scenario, strategy: Strategy, cluster: Cluster) -> bool:
+    def suits(execution: Execution, cluster: Cluster) -> bool:
         """Whether the program is a chain of KV-Runahead with equal layers on unshared links."""
         return (
-            strategy.layer is KVR_S.layer
-            and strategy.pipeline is None
+            execution.strategy.layer is KVR_S.layer
+            and execution.strategy.pipeline is None
             and cluster.num_gpus > 1
             and not cluster.shares_bandwidth
-            and scenario.chain_is_proven
-            and scenario.prefix_access_plan.is_local
-            and len(scenario.share.layer_kinds) == 1
-            and scenario.share.layers[0].mixer is not None
-            and has_prefill(scenario)
+            and execution.placed.chain_is_proven
+            and execution.placed.prefix_access_plan.is_local
+            and len(execution.placed.share.layer_kinds) == 1
+            and execution.placed.share.layers[0].mixer is not None
+            and has_prefill(execution.placed)
         )
 
     def finish_s(self, chunks: Array, *, last_only: bool = False) -> tuple[Array, Flags]:
@@ -85,14 +83,14 @@ class _ChainRun:
     """
 
     def __init__(self, chain: Chain, chunks: Array) -> None:
-        scenario = chain.scenario
+        scenario = chain.execution.placed
         cost = chain.costs.cost
         starts = np.full_like(chunks, scenario.request.cached_prefix)
         for rank in range(1, len(chunks)):
             np.add(starts[rank - 1], chunks[rank - 1], out=starts[rank])
         ends = starts + chunks
-        ranks = Step.of_all_ranks(chain.costs, chunks, starts, chain.strategy.query_blocks)
-        layer = tuple(layer_ops(chain.strategy, ranks, _INSIDE))
+        ranks = Step.of_all_ranks(chain.costs, chunks, starts, chain.execution.strategy.query_blocks)
+        layer = tuple(layer_ops(chain.execution.strategy, ranks, _INSIDE))
         if chain.pending is not None:
             layer = slowed_by_pending_recv(layer, chain.pending)
         prologue = (

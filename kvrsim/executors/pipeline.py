@@ -22,12 +22,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvrsim.execution import Execution
 from kvrsim.executors.batch import Block, Message, Segment, Step, layer_matrix, rows_of, seconds_on, segment_of
 from kvrsim.hardware import Cluster, Path
 from kvrsim.kernels.cost import CostModel
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import AllGather, Array, Op, Recv, slower
-from kvrsim.scenario import Scenario
-from kvrsim.strategies.base import Strategy
 from kvrsim.strategies.pipeline import PieceOps, program, stages
 
 Index = npt.NDArray[np.intp]
@@ -36,12 +36,7 @@ _MOST_CONTEXT = 128  # most context ranks per stage; their matrices have this nu
 
 
 def run_pipeline(
-    scenario: Scenario,
-    strategy: Strategy,
-    pieces: Sequence[Array],
-    cluster: Cluster,
-    cost: CostModel,
-    stage_layers: Index | None = None,
+    execution: Execution, pieces: Sequence[Array], cluster: Cluster, cost: CostModel, stage_layers: Index | None = None
 ) -> Array | None:
     """Finish time of each rank, seconds, shape (ranks, B); None if the pipeline can only be run as a program.
 
@@ -50,9 +45,9 @@ def run_pipeline(
     pieces: tokens of each piece, arrays of shape (B,). stage_layers: layers per stage of each partition, shape (stages,
     B), for stages of one rank; None: those of the strategy.
     """
-    if strategy.pipeline is not program:
+    if execution.strategy.pipeline is not program:
         return None
-    ops = PieceOps.of(scenario, strategy, pieces, cost)
+    ops = PieceOps.of(execution.placed, execution.strategy, pieces, cost)
     context = len(ops.embedding)
     gathers = {sum(isinstance(op, AllGather) for op in own) for ranks in ops.layers for own in ranks}
     if gathers != {int(context > 1)} or any(load for ranks in ops.loads for load in ranks):
@@ -60,11 +55,11 @@ def run_pipeline(
     if context > _MOST_CONTEXT or (context > 1 and cluster.shares_bandwidth):
         return None
     if stage_layers is None:
-        each = stages(strategy, len(scenario.share.layer_kind_index), cluster.num_gpus)
+        each = stages(execution.strategy, len(execution.placed.share.layer_kind_index), cluster.num_gpus)
         stage_layers = np.array([[len(layers)] for layers in each])
     elif (stage_layers == stage_layers[:, :1]).all():
         stage_layers = stage_layers[:, :1]
-    run = _PipelineRun(scenario, ops, stage_layers, cluster, cost)
+    run = _PipelineRun(execution.placed, ops, stage_layers, cluster, cost)
     return run.on_a_bus() if cluster.shares_bandwidth else run.finish_s()
 
 
@@ -109,7 +104,7 @@ class _PipelineRun:
     """
 
     def __init__(
-        self, scenario: Scenario, ops: PieceOps, stage_layers: Index, cluster: Cluster, cost: CostModel
+        self, scenario: PlacedScenario, ops: PieceOps, stage_layers: Index, cluster: Cluster, cost: CostModel
     ) -> None:
         """stage_layers: layers per stage, shape (stages, B), or (stages, 1) for all partitions."""
         self.ops = ops

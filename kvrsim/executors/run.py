@@ -23,13 +23,13 @@ import numpy.typing as npt
 from kvrsim.choices import EXECUTORS, Executor
 from kvrsim.compile import build_program
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution
 from kvrsim.executors.batch import Links, run_batch
 from kvrsim.executors.chain import Chain
 from kvrsim.hardware import Cluster
 from kvrsim.kernels.cost import CostModel
 from kvrsim.program import Array, Program
-from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies.base import Strategy
+from kvrsim.scenario import Partition
 
 if TYPE_CHECKING:  # importing noise slows the start of a plan without noise
     from kvrsim.noise import NoiseDraw
@@ -49,17 +49,14 @@ _SHARED_BLOCK = 1024
 class Runner:
     """Runs partitions of one scenario with one strategy. This is the only place that chooses an executor."""
 
-    def __init__(
-        self, scenario: Scenario, strategy: Strategy, *, cost: CostModel | None = None, cluster: Cluster | None = None
-    ) -> None:
-        """scenario: result of for_strategy. cost, cluster: replace those of the scenario."""
-        self.scenario = scenario
-        self.strategy = strategy
+    def __init__(self, execution: Execution, *, cost: CostModel | None = None, cluster: Cluster | None = None) -> None:
+        """cost, cluster: replace those of the scenario."""
+        self.execution = execution
         self.cost = cost
-        self.cluster = cluster or scenario.cluster
-        is_chain = Chain.suits(scenario, strategy, self.cluster)
+        self.cluster = cluster or execution.cluster
+        is_chain = Chain.suits(execution, self.cluster)
         self.links = None if self.cluster.shares_bandwidth else Links(self.cluster.path)
-        self.chain = Chain(scenario, strategy, self.cluster, cost) if is_chain else None
+        self.chain = Chain(execution, self.cluster, cost) if is_chain else None
 
     def finish_s(
         self,
@@ -83,17 +80,17 @@ class Runner:
         _keep_freed_memory()
         if draw is None and self.chain is not None:
             return self._chain_finish_s(self.chain, chunks, last_only, enough_s)
-        if draw is None and self.strategy.pipeline is not None:
+        if draw is None and self.execution.strategy.pipeline is not None:
             from kvrsim.executors.pipeline import run_pipeline  # imported only for pipelines
 
-            cost = self.cost or self.scenario.cost
-            finish_s = run_pipeline(self.scenario, self.strategy, list(chunks), self.cluster, cost, stage_layers)
+            cost = self.cost or self.execution.placed.cost
+            finish_s = run_pipeline(self.execution, list(chunks), self.cluster, cost, stage_layers)
             if finish_s is not None:
                 return finish_s
             if stage_layers is not None:
                 return self._by_layout(chunks, stage_layers)
         if program is None:
-            built = build_program(self.scenario, self.strategy, list(chunks), self.cost, times_only=True)
+            built = build_program(self.execution, list(chunks), self.cost, times_only=True)
         else:
             built = program()
         return run_program(built, self.links or self.cluster, draw)
@@ -103,8 +100,8 @@ class Runner:
         finish_s = np.empty((self.cluster.num_gpus, chunks.shape[1]))
         for layout in set(zip(*stage_layers.tolist(), strict=True)):
             rows = (stage_layers == np.array(layout)[:, None]).all(axis=0)
-            strategy = replace(self.strategy, stage_layers=layout)
-            runner = Runner(self.scenario, strategy, cost=self.cost, cluster=self.cluster)
+            execution = self.execution.by(replace(self.execution.strategy, stage_layers=layout))
+            runner = Runner(execution, cost=self.cost, cluster=self.cluster)
             finish_s[:, rows] = runner.finish_s(chunks[:, rows])
         return finish_s
 
@@ -117,7 +114,7 @@ class Runner:
 
             cost = chain.costs.cost
             rows = np.ones_like(holds) if isinstance(cost, WeightedCost) else ~holds  # weights apply to all rows
-            program = build_program(self.scenario, self.strategy, list(chunks[:, rows]), cost, times_only=True)
+            program = build_program(self.execution, list(chunks[:, rows]), cost, times_only=True)
             finish_s[:, ~holds] = run_program(program, self.links or self.cluster)[-len(finish_s) :, ~holds[rows]]
         return finish_s
 
@@ -134,26 +131,25 @@ class Runner:
             return max(_LEAST_ROWS, _CHAIN_CELLS // ranks)
         if not self.cluster.shares_bandwidth:
             return min(max(BLOCK, 8 * _CELLS // ranks), max(1, _CELLS // num_samples))
-        messages = self.scenario.share.num_hidden_layers * ranks * (1 if self.strategy.chains else ranks)
+        destinations = 1 if self.execution.strategy.chains else ranks
+        messages = self.execution.placed.share.num_hidden_layers * ranks * destinations
         return min(_SHARED_BLOCK, max(1, _SHARED_CELLS // messages))
 
 
-def ttft_s(
-    scenario: Scenario, strategy: Strategy, chunks: Array, *, draw: NoiseDraw | None = None, enough_s: float = math.inf
-) -> Array:
+def ttft_s(execution: Execution, chunks: Array, *, draw: NoiseDraw | None = None, enough_s: float = math.inf) -> Array:
     """TTFT of each row of chunks.
 
     chunks: tokens, shape (B, ranks). Returns shape (B,), or (B, samples) under a draw of noise.
     enough_s: see Runner.finish_s.
     """
-    runner = Runner(scenario, strategy)
+    runner = Runner(execution)
     blocks = runner.blocks(chunks, 1 if draw is None else draw.num_samples)
     return np.concatenate([runner.finish_s(one, draw=draw, last_only=True, enough_s=enough_s)[-1] for one in blocks])
 
 
-def finish_s(scenario: Scenario, strategy: Strategy, chunks: Array) -> Array:
+def finish_s(execution: Execution, chunks: Array) -> Array:
     """Finish time of each rank for each row of chunks, shape (B, ranks); chunks: tokens, shape (B, ranks)."""
-    runner = Runner(scenario, strategy)
+    runner = Runner(execution)
     return np.concatenate([runner.finish_s(block).T for block in runner.blocks(chunks)])
 
 
@@ -185,8 +181,7 @@ class Run(NamedTuple):
 
 
 def run_partition(
-    scenario: Scenario,
-    strategy: Strategy,
+    execution: Execution,
     partition: Partition,
     *,
     executor: Executor | None = None,
@@ -200,12 +195,12 @@ def run_partition(
     """
     chunks = np.array([partition.chunk_lens], dtype=float).T
     if draw is None and not timeline and executor != "event":
-        return Run(finish_s=tuple(map(float, Runner(scenario, strategy).finish_s(chunks)[:, 0])))
+        return Run(finish_s=tuple(map(float, Runner(execution).finish_s(chunks)[:, 0])))
     from kvrsim.executors.event import EventSimulation
 
-    program = build_program(scenario, strategy, list(chunks))
-    simulation = EventSimulation(program, scenario.cluster, record=timeline, noise=draw)
-    spans = replace(simulation.timeline, gpus_per_rank=scenario.gpus_per_rank) if timeline else None
+    program = build_program(execution, list(chunks))
+    simulation = EventSimulation(program, execution.cluster, record=timeline, noise=draw)
+    spans = replace(simulation.timeline, gpus_per_rank=execution.placed.gpus_per_rank) if timeline else None
     return Run(finish_s=simulation.finish_s, timeline=spans)
 
 

@@ -20,6 +20,7 @@ from kvrsim.kernels.tensor_parallel import all_gather, all_reduce
 from kvrsim.layout import Degrees
 from kvrsim.model.mixers import Recurrence
 from kvrsim.model.spec import ModelSpec
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import AllToAll, Array, Collective, Compute, Load, Op, RingPass
 from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import RealRun, Step, Strategy, StrategyWords
@@ -68,7 +69,7 @@ TENSOR_PARALLEL = Strategy(
 )
 
 
-def embedding(scenario: Scenario, chunk: Array, cost: CostModel) -> tuple[Op, ...]:
+def embedding(scenario: PlacedScenario, chunk: Array, cost: CostModel) -> tuple[Op, ...]:
     """Cost of reading and writing one row per token; in a group, each GPU has a share of the rows."""
     nbytes = 4.0 * scenario.model.hidden_size  # bytes read and written per row, with two-byte elements
     lookup = Compute(
@@ -110,7 +111,7 @@ def _hold(name: str, chunk: Array, seconds: float, host_s: float | None = None) 
     return Compute(name=name, device_s=np.full_like(chunk, seconds), host_s=host_s, kind="request")
 
 
-def decode_step(scenario: Scenario, context: Array, cost: CostModel) -> tuple[Op, ...]:
+def decode_step(scenario: PlacedScenario, context: Array, cost: CostModel) -> tuple[Op, ...]:
     """Operations of a decode step for the prompt's last token, if the engine's TTFT includes such a step.
 
     The rank with the last chunk runs the step, with the K and V of the whole context. Engines replay a graph of the
@@ -148,12 +149,14 @@ def last_is_alike(scenario: Scenario, cost: CostModel) -> bool:
     return not cost.traits.head_on_all_tokens and (scenario.engine is None or not scenario.engine.decode_step)
 
 
-def last(scenario: Scenario, chunk: Array, context: Array, cost: CostModel, *, prompts: int = 1) -> tuple[Op, ...]:
+def last(
+    scenario: PlacedScenario, chunk: Array, context: Array, cost: CostModel, *, prompts: int = 1
+) -> tuple[Op, ...]:
     """Operations of the last rank after its last layer; `prompts`: number of prompts that end in the chunk."""
     return (*decode_step(scenario, context, cost), *head(scenario, chunk, cost, prompts))
 
 
-def head(scenario: Scenario, chunk: Array, cost: CostModel, prompts: int = 1) -> tuple[Op, ...]:
+def head(scenario: PlacedScenario, chunk: Array, cost: CostModel, prompts: int = 1) -> tuple[Op, ...]:
     """Final norm and logits of each prompt's last token or, as in Hugging Face's code of 2023, of all tokens."""
     head = scenario.share.lm_head
     tokens = chunk if cost.traits.head_on_all_tokens else np.full_like(chunk, prompts)

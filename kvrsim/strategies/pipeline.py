@@ -21,8 +21,8 @@ import numpy as np
 from kvrsim.kernels.cost import CostModel
 from kvrsim.layout import Degrees
 from kvrsim.model.spec import ModelSpec
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import AllGather, Array, Op, Program, Recv, Send, slower, with_arrays, work_s
-from kvrsim.scenario import Scenario
 from kvrsim.strategies.base import RealRun, Step, Strategy, StrategyWords
 from kvrsim.strategies.layers import SINGLE, before_step, embedding, last, layer_ops, prefix_load, request
 
@@ -33,8 +33,8 @@ def even_layers(num_layers: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(share + (rank < rest) for rank in range(num_ranks))
 
 
-def layers_of(scenario: Scenario, strategy: Strategy) -> tuple[int, ...] | None:
-    """Number of layers of each stage; None if the strategy is not a pipeline. scenario: result of for_strategy."""
+def layers_of(scenario: PlacedScenario, strategy: Strategy) -> tuple[int, ...] | None:
+    """Number of layers of each stage; None if the strategy is not a pipeline. scenario: as one rank sees it."""
     if strategy.pipeline is None:
         return None
     return tuple(map(len, stages(strategy, scenario.share.num_hidden_layers, scenario.cluster.num_gpus)))
@@ -80,7 +80,7 @@ class PieceOps(NamedTuple):
     sent_bytes: list[Array]  # bytes of activations of each context rank, shape (M, B)
 
     @classmethod
-    def of(cls, scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cost: CostModel) -> PieceOps:
+    def of(cls, scenario: PlacedScenario, strategy: Strategy, pieces: Sequence[Array], cost: CostModel) -> PieceOps:
         """Operations of all pieces; pieces: tokens of each piece, float arrays of shape (B,)."""
         lengths = np.stack([np.asarray(piece) for piece in pieces])
         ends = scenario.request.cached_prefix + np.cumsum(lengths, axis=0)
@@ -98,14 +98,14 @@ class PieceOps(NamedTuple):
             sent_bytes=[steps[0].costs.activation_bytes(chunk) for chunk in chunks],
         )
 
-    def ends(self, scenario: Scenario, cost: CostModel) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
+    def ends(self, scenario: PlacedScenario, cost: CostModel) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
         """Operations of every rank before the first piece, and of the last rank after the last piece."""
         last_share = shares(self.lengths[-1], len(self.embedding))[-1]
         epilogue = last(scenario, last_share, self.starts[-1] + self.lengths[-1], cost)
         return request(scenario, self.lengths[0]), epilogue
 
 
-def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cost: CostModel) -> Program:
+def program(scenario: PlacedScenario, strategy: Strategy, pieces: Sequence[Array], cost: CostModel) -> Program:
     """Program with one block per piece: receive activations, run the stage's layers on the piece, send it on.
 
     pieces: tokens of each piece, float arrays of shape (B,). All operations of a block have the number of the stage's
@@ -152,7 +152,7 @@ def program(scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cos
 
 
 def pipeline_computes_s(
-    scenario: Scenario, strategy: Strategy, pieces: Sequence[Array], cost: CostModel
+    scenario: PlacedScenario, strategy: Strategy, pieces: Sequence[Array], cost: CostModel
 ) -> list[float]:
     """Device time of each rank's own operations, as `computes_s` of the program, which has far more operations."""
     ops = PieceOps.of(scenario, strategy, pieces, cost)

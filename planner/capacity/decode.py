@@ -20,6 +20,7 @@ from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json
 from kvrsim.memory import RUNTIME_BYTES
 from kvrsim.model.spec import ModelSpec
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import Array
 from kvrsim.scenario import MAX_BATCH, Scenario
 from planner.capacity.fleet import FleetLimits
@@ -138,7 +139,7 @@ class _DecodeGroup:
     """Groups of one size that decode, at one mean context."""
 
     gpus: int
-    per_rank: Scenario
+    per_rank: PlacedScenario
     room: int  # sequences whose caches fit in memory beside the weights
     in_time: int  # the largest batch of these whose step is within the TPOT; 0: none
 

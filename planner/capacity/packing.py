@@ -21,9 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution
 from kvrsim.memory import fits, memory_of
 from kvrsim.program import Array, Collective, Compute, Op
-from kvrsim.scenario import Partition, Scenario
+from kvrsim.scenario import Partition
 from kvrsim.strategies import STRATEGIES, Step, Strategy
 from kvrsim.strategies.layers import before_step, embedding, last, layer_ops
 from kvrsim.strategies.pipeline import stages
@@ -103,41 +104,45 @@ def takes_steps(strategy: Strategy) -> bool:
 class Packing:
     """Durations of steps of up to `budget` tokens on the ranks of a scenario (the stages of a pipeline, or one rank).
 
-    per_rank: the scenario per rank of the strategy; its request determines the clock frequency of all steps. strategy:
-    one for which `takes_steps` is true. longest: tokens of the longest context. Raises InputError where prompts cannot
-    share a step because of the placement of prefixes, or because the engine's TTFT includes a decode step.
+    execution: its request determines the clock frequency of all steps; `takes_steps` is true for its strategy.
+    longest: tokens of the longest context. Raises InputError where prompts cannot share a step because of the placement
+    of prefixes, or because the engine's TTFT includes a decode step.
     """
 
-    def __init__(self, per_rank: Scenario, strategy: Strategy, budget: int, longest: int) -> None:
-        if per_rank.prefix_placement.place != "all":
-            raise InputError("prefix_placement", per_rank.prefix_placement.place, "all with `pack_tokens`")
-        if per_rank.engine is not None and per_rank.engine.decode_step:
+    def __init__(self, execution: Execution, budget: int, longest: int) -> None:
+        if execution.placed.prefix_placement.place != "all":
+            raise InputError("prefix_placement", execution.placed.prefix_placement.place, "all with `pack_tokens`")
+        if execution.placed.engine is not None and execution.placed.engine.decode_step:
             accepted = "with `pack_tokens`, an engine whose TTFT holds no decode step"
-            raise InputError("engine", per_rank.engine.name, accepted)
-        kinds = per_rank.share.layer_kind_index
-        cluster = per_rank.cluster
-        layers = stages(strategy, len(kinds), cluster.num_gpus) if strategy.pipeline else (range(len(kinds)),)
-        self.strategy = strategy.name
+            raise InputError("engine", execution.placed.engine.name, accepted)
+        kinds = execution.placed.share.layer_kind_index
+        cluster = execution.cluster
+        layers = (
+            stages(execution.strategy, len(kinds), cluster.num_gpus)
+            if execution.strategy.pipeline
+            else (range(len(kinds)),)
+        )
+        self.strategy = execution.strategy.name
         self.budget = budget
         self.num_stages = len(layers)
-        self.most_tokens = _most_tokens_in_memory(per_rank, strategy, budget, max(longest, budget))
-        self.request_s = per_rank.host.request_s
-        self.token_s = per_rank.host.token_s
-        self.holds = not per_rank.sends_overlap  # whether a stage is busy until its message has arrived
+        self.most_tokens = _most_tokens_in_memory(execution, budget, max(longest, budget))
+        self.request_s = execution.placed.host.request_s
+        self.token_s = execution.placed.host.token_s
+        self.holds = not execution.placed.sends_overlap  # whether a stage is busy until its message has arrived
         tokens = np.arange(1, budget + 1, dtype=float)
-        cost = per_rank.cost
-        costs = per_rank.layer_costs(cost)
+        cost = execution.placed.cost
+        costs = execution.placed.layer_costs(cost)
 
         def layer(prefix: float) -> list[list[Op]]:
             """Operations of each kind of layer after a prefix."""
             steps = (Step(one, (tokens,), (np.full_like(tokens, prefix),)) for one in costs)
-            return [list(layer_ops(strategy, step, 0)) for step in steps]
+            return [list(layer_ops(execution.strategy, step, 0)) for step in steps]
 
         def device_s(ops: Iterable[Op]) -> Array:
             return sum(map(_device_s, ops), 0 * tokens)
 
-        before = before_step(per_rank, tokens, tokens, cost)
-        first = embedding(per_rank, tokens, cost)
+        before = before_step(execution.placed, tokens, tokens, cost)
+        first = embedding(execution.placed, tokens, cost)
         plain = layer(0.0)
         per_kind = [device_s(op for op in ops if not _is_per_piece(op)) for ops in plain]
         # self.layers[stage][kind of layer]: number of layers
@@ -156,7 +161,7 @@ class Packing:
             for prefix in self.prefixes
         ]
         self.attention_s = list(zip(*behind, strict=True))  # seconds of attention: [kind of layer][prefix][tokens]
-        issue_s = sum(map(_host_s, before)) + 2 * (self.num_stages > 1) * per_rank.host.message_s
+        issue_s = sum(map(_host_s, before)) + 2 * (self.num_stages > 1) * execution.placed.host.message_s
         layer_s = [sum(map(_host_s, ops)) for ops in plain]
         self.host_s = [issue_s + _total(counts, layer_s) for counts in self.layers]  # seconds to issue a step, by stage
         paths = [cluster.path(stage, stage + 1) for stage in range(self.num_stages - 1)]
@@ -164,7 +169,7 @@ class Packing:
         self.hop_s = [*(_with_zero(path.busy_s(nbytes)) for path in paths), [0.0] * (budget + 1)]
         self.latency_s = [*(path.latency_s for path in paths), 0.0]
         one = np.ones(1)
-        heads = (last(per_rank, one, one, cost, prompts=number) for number in range(1, _MOST_HEADS + 1))
+        heads = (last(execution.placed, one, one, cost, prompts=number) for number in range(1, _MOST_HEADS + 1))
         # Seconds of the logits, by number of prompts that end in the step.
         self.head_s = [0.0, *(sum(_device_s(op).item() for op in ops) for ops in heads)]
 
@@ -216,19 +221,19 @@ class Packing:
         return tokens, low, (prefix - self.prefixes[low]) / (self.prefixes[low + 1] - self.prefixes[low])
 
 
-def _most_tokens_in_memory(per_rank: Scenario, strategy: Strategy, budget: int, most: int) -> int:
+def _most_tokens_in_memory(execution: Execution, budget: int, most: int) -> int:
     """Most tokens, up to `most`, whose K and V fit with the weights and activations of a step; 0 if none.
 
     The memory is that of a single prompt with all these tokens, in pieces of a step.
     """
-    in_pieces = strategy if strategy.pipeline is not None else STRATEGIES["pp"]
+    in_pieces = execution if execution.strategy.pipeline is not None else execution.by(STRATEGIES["pp"])
 
     def is_within(tokens: int) -> bool:
         whole, rest = divmod(tokens, budget)
         partition = Partition(chunk_lens=(budget,) * whole + (rest,) * (rest > 0))
-        request = replace(per_rank.request, context_len=tokens, cached_prefix=0, batch=1)
-        scenario = replace(per_rank, request=request)
-        return fits(scenario, memory_of(scenario, in_pieces, partition))
+        request = replace(execution.request, context_len=tokens, cached_prefix=0, batch=1)
+        asked = in_pieces.with_request(request)
+        return fits(asked.placed, memory_of(asked, partition))
 
     return largest(is_within, most)
 

@@ -201,7 +201,7 @@ def _report(outcome: FleetOutcome, warnings: Sequence[str]) -> CapacityPlan:
         fleets[0] = replace(best, interval=best.interval or simulator.interval(best.fleet, runs), runs=runs)
         if fleets[0].interval is not None:
             prefill = simulator.prefill_at_percentile(best.fleet, runs)
-            interval_notes = tuple(layout_notes(prefill.per_rank, prefill.strategy))
+            interval_notes = tuple(layout_notes(prefill.execution))
     elif outcome.fleets:
         nearest = outcome.fleets[0]
         infeasible = [Infeasible(None, "decode", nearest.no_decode or ""), *infeasible]

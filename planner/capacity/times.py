@@ -21,8 +21,9 @@ from typing import Self
 
 import numpy as np
 
-from kvrsim.compile import build_program, columns, for_strategy
+from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution, place
 from kvrsim.executors import run
 from kvrsim.hardware import Cluster
 from kvrsim.interp import cell, log_interp
@@ -94,7 +95,7 @@ class StrategyPolicy:
         layouts: dict[str, tuple[Strategy, ...]] = {}
         for strategy in self._candidates(scenario):
             with suppress(InputError):  # refused for this model or these GPUs
-                for_strategy(scenario, strategy)
+                place(scenario, strategy)
                 weights = strategy.name if by_name else weights_of(strategy, scenario.num_gpus)
                 layouts[weights] = (*layouts.get(weights, ()), strategy)
         return layouts
@@ -232,12 +233,12 @@ class Prefills:
     """
 
     def __init__(self, scenario: Scenario, strategy: Strategy, *, exact: bool = False) -> None:
-        self.scenario = for_strategy(scenario, strategy)
+        self.execution = place(scenario, strategy)
         self.strategy = strategy
         self.exact = exact
-        self.num_ranks = self.scenario.cluster.num_gpus
+        self.num_ranks = self.execution.cluster.num_gpus
         self.searches = strategy.partition_rule == "search"
-        self.shared = self.scenario.cluster.shares_bandwidth
+        self.shared = self.execution.cluster.shares_bandwidth
 
     def times(self, cached_prefix: int, lengths: Lengths, shorter_prefix: int, longest: int) -> TimeGrid | None:
         """Prefill times at all lengths after one cached prefix; None if no token fits in memory after a shorter one.
@@ -281,10 +282,10 @@ class Prefills:
             return grid
         return grid.on(simulated, lengths)
 
-    def at(self, cached_prefix: int, new_tokens: int) -> Scenario:
-        """The scenario of one prompt."""
+    def at(self, cached_prefix: int, new_tokens: int) -> Execution:
+        """The execution of one prompt."""
         lengths = {"context_len": cached_prefix + new_tokens, "cached_prefix": cached_prefix}
-        return replace(self.scenario, request=Request(dtype=self.scenario.request.dtype, **lengths))
+        return self.execution.with_request(Request(dtype=self.execution.request.dtype, **lengths))
 
     def chains(self, lengths: Lengths, cached_prefix: int) -> tuple[Array, Array]:
         """The best candidate chunks of each length, and each rank's finish time; both (lengths, ranks)."""
@@ -310,10 +311,10 @@ class Prefills:
         """Seconds by which each rank alone could begin later; 0 on a shared bus, where the slack is unknown."""
         slack_s = np.zeros_like(finish_s)
         for rows in self._same_clock(chunks.sum(axis=1)):
-            scenario = self.at(cached_prefix, int(chunks[rows[-1]].sum()))
-            late_s = self._host_s(chunks[rows], scenario)
-            program = build_program(scenario, self.strategy, columns(chunks[rows]))
-            slack_s[rows] = slack_of(program, scenario.cluster, finish_s[rows] - late_s)
+            execution = self.at(cached_prefix, int(chunks[rows[-1]].sum()))
+            late_s = self._host_s(chunks[rows], execution.placed)
+            program = build_program(execution, columns(chunks[rows]))
+            slack_s[rows] = slack_of(program, execution.cluster, finish_s[rows] - late_s)
         return slack_s
 
     def pieces(self, lengths: Lengths, cached_prefix: int) -> Lengths:
@@ -342,11 +343,11 @@ class Prefills:
         """
         finish_s = np.empty((len(chunks), self.num_ranks))
         for rows in self._same_clock(chunks.sum(axis=1)):
-            scenario = self.at(cached_prefix, int(chunks[rows[-1]].sum()))
-            timed = scenario
+            execution = self.at(cached_prefix, int(chunks[rows[-1]].sum()))
+            host_s = self._host_s(chunks[rows], execution.placed)
             if long_steps:
-                timed = with_step_time(scenario, "p90")
-            finish_s[rows] = run.finish_s(timed, self.strategy, chunks[rows]) + self._host_s(chunks[rows], scenario)
+                execution = with_step_time(execution, "p90")
+            finish_s[rows] = run.finish_s(execution, chunks[rows]) + host_s
         return finish_s
 
     def _same_clock(self, tokens: Array) -> Iterable[Lengths]:
@@ -365,7 +366,7 @@ class Prefills:
 
     def _shares(self, cached_prefix: int, new_tokens: int) -> Array:
         """Best share of the new tokens for each rank."""
-        best = search(self.at(cached_prefix, new_tokens), self.strategy, method="analytical")
+        best = search(self.at(cached_prefix, new_tokens), method="analytical")
         return np.array(best.partition.fractions)
 
     def _of_pieces(self, lengths: Lengths, pieces: Lengths, cached_prefix: int) -> tuple[Array, Array]:
@@ -389,8 +390,8 @@ class Prefills:
         return Partition(chunk_lens=tuple(map(int, _whole(shares[near], new_tokens, 1))))
 
     def _fits(self, cached_prefix: int, partition: Partition) -> bool:
-        scenario = self.at(cached_prefix, partition.num_tokens)
-        return fits(scenario, memory_of(scenario, self.strategy, partition))
+        execution = self.at(cached_prefix, partition.num_tokens)
+        return fits(execution.placed, memory_of(execution, partition))
 
 
 def overlaps(strategy: Strategy) -> bool:
@@ -709,8 +710,8 @@ class PackedTimes(ServiceTimes):
         if group not in self._packings:
             request = Request(context_len=self.points.longest_new, dtype=self.scenario.request.dtype)
             strategy = self._strategies(group)[0]
-            per_rank = for_strategy(replace(self.scenario.on_gpus(group.gpus), request=request), strategy)
-            self._packings[group] = Packing(per_rank, strategy, self.pack_tokens, self.longest)
+            execution = place(replace(self.scenario.on_gpus(group.gpus), request=request), strategy)
+            self._packings[group] = Packing(execution, self.pack_tokens, self.longest)
         return self._packings[group]
 
     def seconds(self, group: GroupType, new_tokens: Lengths, cached_prefix: Lengths) -> Array:

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution
 from kvrsim.executors.run import run_program
 from kvrsim.program import Compute, Op, Program
 from kvrsim.results.question import Question
@@ -20,7 +21,7 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, get_strategy, usual_names
 from kvrsim.strategies.pipeline import layers_of
 from kvrsim.units import format_bytes, format_seconds
-from planner.candidates import Candidate, Search, all_for, per_rank_scenario, strategies_to_compare
+from planner.candidates import Candidate, Search, all_for, execution_of, strategies_to_compare
 from planner.confirm.hardware import NO_REFERENCE, Hardware, MemoryBudget, Mode, Reporter
 from planner.confirm.result import Confirmation, MeasuredCandidate, Targets
 from planner.plan import Ranking
@@ -89,7 +90,7 @@ def _prediction(name: str, candidate: Candidate) -> StrategyPrediction:
     return StrategyPrediction(
         strategy=name,
         partition=candidate.partition.chunk_lens,
-        layers=layers_of(candidate.per_rank, candidate.strategy),
+        layers=layers_of(candidate.execution.placed, candidate.strategy),
         ttft_s=candidate.ttft_s,
         ttft_low_s=candidate.interval.low_s,
         ttft_high_s=candidate.interval.high_s,
@@ -121,8 +122,9 @@ def strategies_here(
         if name not in allowed:
             raise InputError("strategies", name, f"{where}: {', '.join(allowed)}, or all")
         strategy = get_strategy(name, "strategies")
-        even = Partition.even(scenario.request.new_tokens, per_rank_scenario(scenario, strategy).cluster.num_gpus)
-        hardware.check(Candidate(scenario=scenario, strategy=strategy, partition=even))
+        execution = execution_of(scenario, strategy)
+        even = Partition.even(scenario.request.new_tokens, execution.cluster.num_gpus)
+        hardware.check(Candidate(scenario=scenario, execution=execution, partition=even))
 
     for name in distinct_names:
         check(name)
@@ -141,11 +143,11 @@ def strategies_here(
     return tuple(dict.fromkeys((*distinct_names, *runnable))), (*notes, *left_out)
 
 
-def partitions_around(scenario: Scenario, center: Sequence[int], stride: int) -> list[tuple[tuple[int, ...], float]]:
+def partitions_around(execution: Execution, center: Sequence[int], stride: int) -> list[tuple[tuple[int, ...], float]]:
     """Return partitions with boundaries up to two strides from the centre's, and their predicted TTFTs, sorted."""
     tokens = sum(center)
     rows = chunks_between(around(np.cumsum(center)[:-1], stride, tokens), tokens)
-    ttft_s = Evaluator(scenario, KVR_S).ttft_s(rows.astype(float)) if len(rows) else rows
+    ttft_s = Evaluator(execution.by(KVR_S)).ttft_s(rows.astype(float)) if len(rows) else rows
     return [(tuple(rows[index].tolist()), float(ttft_s[index])) for index in np.argsort(ttft_s, kind="stable")]
 
 
@@ -157,7 +159,7 @@ def further_candidates(kvr_s: Candidate, others: Sequence[Candidate], count: int
     apart = max(1, round(center.num_tokens / len(center.chunk_lens) * _LEAST_DISTANCE))
     ends = [np.array(one.partition.boundaries) for one in others if one.strategy.name.startswith("kvr")]
     further: dict[str, Candidate] = {}
-    for chunks, _ in partitions_around(kvr_s.scenario, center.chunk_lens, apart):
+    for chunks, _ in partitions_around(kvr_s.execution, center.chunk_lens, apart):
         partition = Partition(chunk_lens=chunks)
         boundaries = np.array(partition.boundaries)
         if len(further) < count and all(np.abs(boundaries - other).max() >= apart for other in ends):
@@ -230,7 +232,7 @@ def compose(candidate: Candidate, timing: Timing) -> Timing:
     """
     from kvrsim.executors.event import EventSimulation  # this import loads SimPy
 
-    cluster = candidate.per_rank.cluster
+    cluster = candidate.execution.cluster
     repeats = timing.parts
     ttft_s = tuple(map(float, run_program(_measured_program(candidate, repeats), cluster)[-1]))
     median = np.argsort(ttft_s)[(len(ttft_s) - 1) // 2]
@@ -245,7 +247,7 @@ def _measured_program(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) 
     times are those of the profile.
     """
     chunks = columns(np.tile(candidate.partition.chunk_lens, (len(repeats), 1)))
-    program = build_program(candidate.per_rank, candidate.strategy, chunks)
+    program = build_program(candidate.execution, chunks)
     ranks = range(program.num_ranks)
     kinds = program.layer_kind_index
 

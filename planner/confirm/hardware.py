@@ -10,6 +10,7 @@ from typing import Literal
 
 from kvrsim.choices import RankBackend
 from kvrsim.errors import ABSENT, InputError
+from kvrsim.execution import place
 from kvrsim.kernels.profile import Gather
 from kvrsim.memory import memory_of
 from kvrsim.runtime import host
@@ -138,7 +139,7 @@ class Hardware:
             partition=candidate.partition,
             batch=scenario.request.batch,
             gather=self.gather(scenario, strategy.name),
-            stage_layers=layers_of(candidate.per_rank, strategy),
+            stage_layers=layers_of(candidate.execution.placed, strategy),
         )
 
     def gather(self, scenario: Scenario, strategy: str = "tsp") -> Gather:
@@ -178,7 +179,7 @@ class MemoryBudget:
         """Return the peak memory of the ranks that share the budget; all candidates use the same KV buffers."""
         scenario = candidate.scenario
         weights = scenario.model.weight_bytes(scenario.request.dtype_bytes)  # ranks' parts are views of all weights
-        memory = memory_of(candidate.per_rank, candidate.strategy, candidate.partition)  # no simulation
+        memory = memory_of(candidate.execution, candidate.partition)  # no simulation
         ranks = [replace(rank, weights=weights) for rank in memory]
         if self.mode == "virtual":  # one device runs each rank with the K and V of the whole context
             kv_cache = max(rank.kv_cache for rank in ranks)
@@ -192,7 +193,7 @@ class MemoryBudget:
     def fits_reference(self, scenario: Scenario) -> bool:
         """Whether the prefill of one process, the reference of the logits, fits in memory."""
         whole = Partition(chunk_lens=(scenario.request.new_tokens,))
-        single = Candidate(scenario=scenario, strategy=get_strategy("single"), partition=whole)
+        single = Candidate(scenario=scenario, execution=place(scenario, get_strategy("single")), partition=whole)
         return self.needed_bytes(single) <= self.limit_bytes
 
     def check(self, candidates: Mapping[str, Candidate]) -> dict[str, int]:

@@ -18,6 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution, place
 from kvrsim.io.files import is_first_rank
 from kvrsim.io.journal import Journal, append, read_results
 from kvrsim.io.schema import fields_to_json, to_json, write_json
@@ -92,7 +93,7 @@ class HardwareSearch:
     def run(self, task: SearchTask, measure: Measure) -> None:
         """Search to the finest stride or the time limit; then measure the plan's partition against the best one."""
         for stride in _strides(sum(self.seed) / len(self.seed)):
-            candidates = _around(task.scenario, self.center, stride)
+            candidates = _around(place(task.scenario, KVR_S), self.center, stride)
             if not self._measure(task, measure, candidates, _SEARCH_SHARE * task.budget_s):
                 self.ended = f"the time is up, at a stride of {stride} tokens"
                 break
@@ -121,10 +122,10 @@ def _strides(even: float) -> Iterator[int]:
         yield stride
 
 
-def _around(scenario: Scenario, center: Chunks, stride: int) -> list[Chunks]:
+def _around(execution: Execution, center: Chunks, stride: int) -> list[Chunks]:
     """Return the centre, and the partitions around it that may be faster, in order of predicted TTFT."""
-    limit_s = _SLOWER_LIMIT * Evaluator(scenario, KVR_S).one(center)
-    promising = [chunks for chunks, ttft_s in partitions_around(scenario, center, stride) if ttft_s <= limit_s]
+    limit_s = _SLOWER_LIMIT * Evaluator(execution).one(center)
+    promising = [chunks for chunks, ttft_s in partitions_around(execution, center, stride) if ttft_s <= limit_s]
     return list(dict.fromkeys([center, *promising[:_MOST_PARTITIONS]]))
 
 
@@ -163,7 +164,9 @@ def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
 
 def _plan(task: SearchTask, chunks: Chunks) -> RunPlan:
     partition = Partition(chunk_lens=chunks)
-    return task.hardware.run_plan(Candidate(scenario=task.scenario, strategy=KVR_S, partition=partition))
+    return task.hardware.run_plan(
+        Candidate(scenario=task.scenario, execution=place(task.scenario, KVR_S), partition=partition)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,12 +218,12 @@ def search_here(
     scenario = hardware.runnable(scenario)
     if scenario.cluster.num_gpus < 2:
         raise InputError("gpus", scenario.cluster.num_gpus, "at least 2 for `search`: one GPU has no partition")
-    seed = search(scenario, KVR_S).partition.chunk_lens
+    seed = search(place(scenario, KVR_S)).partition.chunk_lens
     budget_s = 60 * minutes
     path = Path(f"{output}.search")
     task = SearchTask(scenario=scenario, hardware=hardware, seed=seed, budget_s=budget_s, journal=path)
     reporter.note(f"searching from {','.join(map(str, seed))}, for at most {minutes:g} minutes")
-    candidate = Candidate(scenario=scenario, strategy=KVR_S, partition=Partition(chunk_lens=seed))
+    candidate = Candidate(scenario=scenario, execution=place(scenario, KVR_S), partition=Partition(chunk_lens=seed))
     MemoryBudget.of(scenario, hardware, "ranks").check({KVR_S.name: candidate})
     longest_s = hardware.longest_s([candidate])
     how = hardware.launch(scenario, scenario.cluster.num_gpus, longest_s, budget_s / longest_s + 4 * hardware.repeats)
@@ -242,9 +245,10 @@ def search_here(
 def _write_table(scenario: Scenario, result: SearchedPartition, output: Path) -> None:
     """Write a table of one entry with predicted times, as in every table; measured times have the key "_measured"."""
     chunks = result.search.best
-    steps = quantization_steps(scenario)
-    predicted_s = Evaluator(scenario, KVR_S).one(chunks)
-    draft = replace(draft_of(scenario, KVR_S), partition=chunks, ttft_s=predicted_s)
-    entry = entry_of(scenario, KVR_S, draft, None, steps)
+    execution = place(scenario, KVR_S)
+    steps = quantization_steps(execution.placed)
+    predicted_s = Evaluator(execution).one(chunks)
+    draft = replace(draft_of(execution), partition=chunks, ttft_s=predicted_s)
+    entry = entry_of(execution, draft, None, steps)
     table = PartitionTable(setting=TableSetting.of(scenario), kvrsim_version=__version__, steps=steps, entries=(entry,))
     write_json(output, {"_measured": result.to_dict()} | table.to_dict(), argument="output")

@@ -18,7 +18,7 @@ from kvrsim.results.question import Question
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.version import __version__
-from planner.candidates import Candidate, per_rank_scenario, strategies_to_compare
+from planner.candidates import Candidate, execution_of, strategies_to_compare
 from planner.deploy_engines import engines_with
 from planner.grid import quick_candidate
 from planner.predictor.predictor import StrategyTimes, TtftPredictor
@@ -93,7 +93,7 @@ class _Build:
             one = get_strategy(strategy)
             if one.partition_rule == "table":
                 raise InputError("strategy", one.name, "a strategy that needs no table")
-            per_rank_scenario(scenario, one)  # raises InputError for a strategy that machine or model do not allow
+            execution_of(scenario, one)  # raises InputError for a strategy that machine or model do not allow
             return (one,)
         compared = strategies_to_compare(scenario, None).strategies
         contending = tuple(one for one in compared if engines_with(one, scenario))
@@ -298,16 +298,16 @@ def _candidates(strategy: Strategy, places: Sequence[Scenario], points: Sequence
 
 def _between(low: Candidate, high: Candidate, place: Scenario, weight: float) -> Candidate:
     """Interpolate chunks or pieces between a shorter and a longer prompt; return the fastest candidate."""
-    per_rank = per_rank_scenario(place, low.strategy)
+    execution = execution_of(place, low.strategy)
     partitions = list[Partition]()
-    tokens = per_rank.request.new_tokens
+    tokens = execution.request.new_tokens
     if low.strategy.partition_rule == "search":
-        partitions.append(search(per_rank, low.strategy, method="analytical").partition)
+        partitions.append(search(execution, method="analytical").partition)
     else:
         step = low.partition.chunk_lens[0]
         for starts in ((*range(step, tokens, step),), high.partition.boundaries[1:-1]):
             partitions.append(Partition(chunk_lens=chunk_lens([one for one in starts if one < tokens], tokens)))
-    stride = 1 if low.strategy.partition_rule == "search" else math.lcm(PAGE, per_rank.gpus_per_rank)
+    stride = 1 if low.strategy.partition_rule == "search" else math.lcm(PAGE, execution.placed.gpus_per_rank)
     ends = [np.array(one.partition.boundaries) / one.partition.num_tokens for one in (low, high)]
     numbers = [len(one) - 1 for one in ends]
     for number in {*numbers, round(numbers[0] ** (1 - weight) * numbers[1] ** weight)}:
@@ -316,7 +316,8 @@ def _between(low: Candidate, high: Candidate, place: Scenario, weight: float) ->
         near = to_grid(((1 - weight) * inner[0] + weight * inner[1]) * tokens, stride, tokens)
         partitions.append(Partition(chunk_lens=chunk_lens(near.tolist(), tokens)))
     strategy = (low if weight < 0.5 else high).strategy  # with the stages of the nearer of the two prompts
-    each = (Candidate(scenario=place, strategy=strategy, partition=one) for one in partitions)
+    nearer = execution_of(place, strategy)
+    each = (Candidate(scenario=place, execution=nearer, partition=one) for one in partitions)
     return min(each, key=lambda one: one.ttft_s)
 
 
@@ -329,7 +330,7 @@ def _most_that_fit(scenario: Scenario, candidates: Sequence[Candidate], cached_p
         ends = np.rint(np.array(near.partition.boundaries) / near.partition.num_tokens * new_tokens)
         partition = Partition(chunk_lens=tuple(map(int, np.diff(ends))))
         place = _at(scenario, new_tokens, cached_prefix, batch)
-        return Candidate(scenario=place, strategy=near.strategy, partition=partition).fits
+        return Candidate(scenario=place, execution=execution_of(place, near.strategy), partition=partition).fits
 
     if fit(points[-1]):
         return points[-1]

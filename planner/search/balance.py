@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvrsim.execution import Execution
+from kvrsim.once import once
 from kvrsim.program import Array, Collective, Compute, Op, Send
-from kvrsim.scenario import Scenario
-from kvrsim.strategies import Step, Strategy
+from kvrsim.strategies import Step
 from kvrsim.strategies.layers import layer_ops
 
 _INSIDE = np.array([-0.2, 0.2, 0.4, 0.6, 0.8, 1.2])[:, None]  # trial points, some outside the bracket
@@ -37,17 +38,16 @@ class RankWork(NamedTuple):
 
 
 class ChainWork:
-    """A KVR chain of a scenario; `least`: attention takes the lower limit of its time, for proofs.
+    """A KVR chain; `least`: attention takes the lower limit of its time, for proofs.
 
     A call takes a range of ranks, which differ in their links and slowness but not in their layers.
     """
 
-    def __init__(self, scenario: Scenario, strategy: Strategy, *, least: bool = False) -> None:
-        self.scenario = scenario
-        self.strategy = strategy
-        self.num_ranks = scenario.cluster.num_gpus
-        self.costs = scenario.layer_costs(scenario.optimistic_cost if least else None)
-        self.kinds = scenario.share.layer_kind_index
+    def __init__(self, execution: Execution, *, least: bool = False) -> None:
+        self.execution = execution
+        self.num_ranks = execution.cluster.num_gpus
+        self.costs = execution.placed.layer_costs(execution.placed.optimistic_cost if least else None)
+        self.kinds = execution.placed.share.layer_kind_index
         self.counts = np.bincount(self.kinds)
         one = np.ones((1, 1))
         each = [self._layer(kind, one, one) for kind in range(len(self.costs))]
@@ -62,14 +62,14 @@ class ChainWork:
         self._behind = np.bincount(self.kinds[last + 1 :], minlength=len(self.costs))
         self._first = self.kinds[first]
         self._last = self.kinds[last]
-        self._slowness = np.array([scenario.cluster.slowness(rank) for rank in range(self.num_ranks)])
-        paths = [scenario.cluster.path(rank, rank + 1) for rank in range(self.num_ranks - 1)]
+        self._slowness = np.array([execution.cluster.slowness(rank) for rank in range(self.num_ranks)])
+        paths = [execution.cluster.path(rank, rank + 1) for rank in range(self.num_ranks - 1)]
         self._paths = list(dict.fromkeys(paths))
         # For each path: 1 for ranks whose path to the next rank it is, else 0. The last rank sends nothing: 0.
         self._over = [np.array([path == one for path in paths] + [False], dtype=float) for one in self._paths]
         self._latency_s = np.array([path.latency_s for path in paths])
         # Seconds for which a rank waits in each layer for a message that begins when both ranks are ready.
-        self._awaited_s = np.append(0.0, self._latency_s) * (least and not scenario.sends_overlap)
+        self._awaited_s = np.append(0.0, self._latency_s) * (least and not execution.placed.sends_overlap)
 
     def work(self, ranks: range, chunk: Array, start: Array) -> RankWork:
         """The work of these ranks with these chunks and starts (tokens, equal shapes, ranks first)."""
@@ -83,7 +83,7 @@ class ChainWork:
             compute = compute + self.counts[kind] * total
             sent_s = self._busy_s(ranks, nbytes)
             sent = sent + self.counts[kind] * sent_s
-            if not self.scenario.sends_overlap and ranks[-1]:
+            if not self.execution.placed.sends_overlap and ranks[-1]:
                 before_ranks = range(ranks.start - 1, ranks.stop - 1)
                 received = received + self.counts[kind] * self._busy_s(before_ranks, costs.forwarded_kv_bytes(start))
                 if costs.has_mixer:
@@ -105,7 +105,7 @@ class ChainWork:
             sends_s=sent,
             last_send_s=last_sent,
             recv_held_s=received,
-            send_held_s=none if self.scenario.sends_overlap else sent,
+            send_held_s=none if self.execution.placed.sends_overlap else sent,
         )
 
     def first_message_s(self, ranks: range, end: Array) -> Array:
@@ -142,10 +142,10 @@ class ChainWork:
 
     def _layer(self, kind: int, chunk: Array, start: Array) -> Iterable[Op]:
         """Operations of a rank with a previous and a next rank, if there is one, in a layer."""
-        blocks = self.strategy.query_blocks
+        blocks = self.execution.strategy.query_blocks
         inner = max(0, min(1, self.num_ranks - 2))
         step = Step(self.costs[kind], [chunk] * self.num_ranks, [start] * self.num_ranks, query_blocks=blocks)
-        return layer_ops(self.strategy, step, inner)
+        return layer_ops(self.execution.strategy, step, inner)
 
     def last_hop_s(self, ranks: range, end: Array) -> Array:
         """Least seconds of the last message, of `end` tokens, from each of these ranks to the next, with its append."""
@@ -253,18 +253,19 @@ _ROUNDS = 32
 _PRECISION = 2.0**-14  # relative precision of a chunk
 
 
-def balanced_chunks(scenario: Scenario, strategy: Strategy) -> Array:
+@once
+def balanced_chunks(execution: Execution) -> Array:
     """Chunk lengths for which all ranks are busy equally long: real-valued tokens, shape (num_ranks,).
 
     For a target time, each rank takes the longest chunk within this time. The least target whose chunks cover the
     context is found on finer and finer grids, then by linear interpolation between two targets. All ranks and targets
     are evaluated together, so that the number of calls does not increase with the ranks.
     """
-    return scenario.memoize(("balanced", strategy), lambda: _balanced(ChainWork(scenario, strategy)))
+    return _balanced(ChainWork(execution))
 
 
 def _balanced(chain: ChainWork) -> Array:
-    request = chain.scenario.request
+    request = chain.execution.placed.request
     tokens = float(request.new_tokens)
     if chain.num_ranks == 1:
         return np.array([tokens])
@@ -290,7 +291,7 @@ def _balanced(chain: ChainWork) -> Array:
 
 def _smooth(chain: ChainWork) -> Array:
     """Balanced chunks if every token took the time of a token in the middle of an even chunk."""
-    request = chain.scenario.request
+    request = chain.execution.placed.request
     share = request.new_tokens / chain.num_ranks
     ends = np.linspace(0.0, 1.0, _POINTS) * request.new_tokens
     starts = request.cached_prefix + np.maximum(0.0, ends - 0.5 * share)
@@ -307,7 +308,7 @@ def _busy_s(chain: ChainWork, chunks: Array, starts: Array) -> Array:
 
 
 def _starts(chain: ChainWork, chunks: Array) -> Array:
-    return chain.scenario.request.cached_prefix + np.cumsum(chunks, axis=0) - chunks
+    return chain.execution.placed.request.cached_prefix + np.cumsum(chunks, axis=0) - chunks
 
 
 def _longest(chain: ChainWork, targets: Array, chunks: Array, spread: float) -> Array:
@@ -316,6 +317,6 @@ def _longest(chain: ChainWork, targets: Array, chunks: Array, spread: float) -> 
     def needed_s(settling: Array, tried: Array) -> Array:
         return _busy_s(chain, tried, _starts(chain, settling)[:, None])
 
-    most = float(chain.scenario.request.context_len)
+    most = float(chain.execution.placed.request.context_len)
     begin = np.broadcast_to(chunks, (len(chunks), len(targets)))
     return longest_chunks_within(needed_s, targets, begin, lambda _: most, _PRECISION, spread, _ROUNDS)[0]

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvrsim.execution import Execution
 from kvrsim.executors.batch import Segment, segment_of
 from kvrsim.executors.pipeline import one_by_one
 from kvrsim.kernels.layer import LayerCosts
 from kvrsim.program import Array, Op, slower
-from kvrsim.scenario import Scenario
 from kvrsim.strategies import Step, Strategy
 from kvrsim.strategies.layers import before_step, embedding, last, layer_ops
 
@@ -58,9 +58,11 @@ class _Stages(NamedTuple):
         return np.maximum(self.device_s, self.issued_s[..., None])
 
 
-def layers_s(scenario: Scenario, strategy: Strategy, lengths: Array, starts: Array) -> Array:
+def layers_s(execution: Execution, lengths: Array, starts: Array) -> Array:
     """Seconds of a layer of each kind, shape (kinds, pieces): the maximum of device and host; arguments in tokens."""
-    each = [segment_of(_layer_ops(strategy, costs, lengths, starts)) for costs in scenario.layer_costs()]
+    each = [
+        segment_of(_layer_ops(execution.strategy, costs, lengths, starts)) for costs in execution.placed.layer_costs()
+    ]
     return np.stack([np.maximum(one.device_s, one.host_s) for one in each])
 
 
@@ -74,12 +76,10 @@ class Beam:
     least: fewest tokens per piece, except for a single piece. most: the longest piece from each node; None: no limit.
     """
 
-    def __init__(
-        self, scenario: Scenario, strategy: Strategy, nodes: Array, least: float, most: Array | None = None
-    ) -> None:
-        self.scenario = scenario
+    def __init__(self, execution: Execution, nodes: Array, least: float, most: Array | None = None) -> None:
+        self.scenario = execution.placed
         self.nodes = nodes
-        self.num_stages = scenario.cluster.num_gpus
+        self.num_stages = execution.cluster.num_gpus
         self.last = len(nodes) - 1
         begin, end = np.triu_indices(len(nodes), 1)
         lengths = nodes[end] - nodes[begin]
@@ -90,27 +90,27 @@ class Beam:
         self.begin = begin[order]
         lengths = lengths[order]
         self.first = np.searchsorted(end[order], np.arange(len(nodes) + 1))  # by node: first cell that ends there
-        starts = scenario.request.cached_prefix + nodes[self.begin]
-        costs = scenario.layer_costs()
-        cost = scenario.cost
-        self.slowness = [scenario.cluster.slowness(stage) for stage in range(self.num_stages)]
-        self.kinds = scenario.share.layer_kind_index
-        prepared = before_step(scenario, lengths, starts + lengths, cost)
+        starts = execution.request.cached_prefix + nodes[self.begin]
+        costs = execution.placed.layer_costs()
+        cost = execution.placed.cost
+        self.slowness = [execution.cluster.slowness(stage) for stage in range(self.num_stages)]
+        self.kinds = execution.placed.share.layer_kind_index
+        prepared = before_step(execution.placed, lengths, starts + lengths, cost)
         # Operations before the layers of the first stage and of later stages, then those of each kind of layer.
-        ops = [(*embedding(scenario, lengths, cost), *prepared), prepared]
-        ops += [_layer_ops(strategy, one, lengths, starts) for one in costs]
+        ops = [(*embedding(execution.placed, lengths, cost), *prepared), prepared]
+        ops += [_layer_ops(execution.strategy, one, lengths, starts) for one in costs]
         work = {one: [segment_of(slower(own, one)) for own in ops] for one in dict.fromkeys(self.slowness)}
         self.work = [work[one] for one in self.slowness]  # operations per stage
         whole = slice(self.first[self.last], None)
-        head = last(scenario, lengths[whole], starts[whole] + lengths[whole], cost)
+        head = last(execution.placed, lengths[whole], starts[whole] + lengths[whole], cost)
         self.head = segment_of(slower(head, self.slowness[-1]))  # for pieces that end the context
-        paths = [scenario.cluster.path(stage, stage + 1) for stage in range(self.num_stages - 1)]
+        paths = [execution.cluster.path(stage, stage + 1) for stage in range(self.num_stages - 1)]
         busy_s = {path: path.busy_s(costs[0].activation_bytes(lengths)) for path in paths}
         # Messages behind each stage; behind the last stage, there is none.
         self.sent_s = np.stack([*(busy_s[path] for path in paths), np.zeros_like(lengths)])
         self.latency_s = np.array([*(path.latency_s for path in paths), 0.0])
-        self.message_s = scenario.host.message_s
-        self.holds = not scenario.sends_overlap
+        self.message_s = execution.placed.host.message_s
+        self.holds = not execution.placed.sends_overlap
 
     def best(self, layouts: Sequence[Layers], references: Sequence[Index] = ()) -> list[Pieces]:
         """The best pieces for layouts of layers, fastest first.

@@ -44,9 +44,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.compile import build_program
+from kvrsim.execution import Execution
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import Array, Compute, Flags, Load
-from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy
 from kvrsim.strategies.layers import before_step, request
 from planner.search.balance import ChainWork, balanced_chunks, longest_chunks_within
 from planner.search.minimise import unique_rows
@@ -88,9 +88,9 @@ class SendersBetweenWalls:
         self.chain = chain
         self.host_s = host_s
         self.senders = range(chain.num_ranks - 1)
-        self.holds = not chain.scenario.sends_overlap
-        self.first_start = float(chain.scenario.request.cached_prefix)
-        self.total = float(chain.scenario.request.context_len)
+        self.holds = not chain.execution.placed.sends_overlap
+        self.first_start = float(chain.execution.placed.request.cached_prefix)
+        self.total = float(chain.execution.placed.request.context_len)
         self.floors = self.first_start + np.arange(1.0, chain.num_ranks)[:, None]  # every rank has at least one token
 
     def walls_for(
@@ -184,28 +184,26 @@ _OPEN = 0.1  # share of the gap that may remain before the next division
 _CLOSE = 2.5e-3  # relative gap to the given TTFT below which a bound is not improved
 
 
-def lower_bound_s(scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array | None = None) -> float:
+def lower_bound_s(execution: Execution, ttft_s: float, warm_start: Array | None = None) -> float:
     """A TTFT that no partition beats; `ttft_s` is the TTFT of some partition.
 
     warm_start: chunks from which the search for walls starts, shape (num_ranks,), tokens; None: balanced chunks.
     """
-    start = balanced_chunks(scenario, strategy) if warm_start is None else warm_start
-    return lower_bound_and_plans(scenario, strategy, ttft_s, start)[0]
+    start = balanced_chunks(execution) if warm_start is None else warm_start
+    return lower_bound_and_plans(execution, ttft_s, start)[0]
 
 
-def lower_bound_and_plans(
-    scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array
-) -> tuple[float, Array]:
+def lower_bound_and_plans(execution: Execution, ttft_s: float, warm_start: Array) -> tuple[float, Array]:
     """The bound, and the chunks between the walls of the weakest intervals, shape (few, num_ranks).
 
     These chunks balance all ranks, including their waits for each other.
     """
-    begin_s, host_s = _begin_s(scenario)
-    bound = _Bound(scenario, strategy, ttft_s - begin_s, warm_start, host_s - begin_s)
-    return max(begin_s + bound.value_s(), issued_or_loaded_s(scenario, strategy)), bound.plans
+    begin_s, host_s = _begin_s(execution.placed)
+    bound = _Bound(execution, ttft_s - begin_s, warm_start, host_s - begin_s)
+    return max(begin_s + bound.value_s(), issued_or_loaded_s(execution)), bound.plans
 
 
-def _begin_s(scenario: Scenario) -> tuple[float, float]:
+def _begin_s(scenario: PlacedScenario) -> tuple[float, float]:
     """Seconds of the request and the engine's step, on the device and on the host, before the first layer."""
     one = np.ones(1)
     begin = (*request(scenario, one), *before_step(scenario, one, one, scenario.cost))
@@ -213,9 +211,9 @@ def _begin_s(scenario: Scenario) -> tuple[float, float]:
     return sum(float(op.device_s[0]) for op in ops if op.kind == "request"), sum(op.host_s for op in ops)
 
 
-def issued_or_loaded_s(scenario: Scenario, strategy: Strategy) -> float:
+def issued_or_loaded_s(execution: Execution) -> float:
     """Seconds in which the last rank's host issues all layers, or the rank loads the cached prefix, if longer."""
-    program = build_program(scenario, strategy, [np.ones(1)] * scenario.cluster.num_gpus)
+    program = build_program(execution, [np.ones(1)] * execution.cluster.num_gpus)
     ops = [op for _, op in program.ops(program.num_ranks - 1)]
     loaded_s = sum(op.seconds.item() for op in ops if isinstance(op, Load))
     return max(float(sum(float(np.sum(op.host_s)) for op in ops)), loaded_s)
@@ -261,7 +259,7 @@ class _Intervals:
         walls = chain.walls_for(self.last_wall, goal - after_s, self.chunks, self.waits, AGAIN)
         first_s = after_s + walls.first_s
         ends_s = self._last_s()
-        if chain.chain.scenario.cluster.shares_bandwidth:
+        if chain.chain.execution.placed.cluster.shares_bandwidth:
             ends_s = np.maximum(ends_s, after_s + chain.bus_s(walls.ends))
         holds = np.minimum(self.holds, after_s + walls.others_s)
         needed_s = np.maximum(first_s, ends_s)
@@ -309,18 +307,17 @@ class _Intervals:
 
 
 class _Bound:
-    def __init__(self, scenario: Scenario, strategy: Strategy, ttft_s: float, warm_start: Array, host_s: float) -> None:
-        self.scenario = scenario
-        self.strategy = strategy
+    def __init__(self, execution: Execution, ttft_s: float, warm_start: Array, host_s: float) -> None:
+        self.execution = execution
         self.ttft_s = ttft_s
-        self.chain = SendersBetweenWalls(ChainWork(scenario, strategy, least=True), host_s)
+        self.chain = SendersBetweenWalls(ChainWork(execution, least=True), host_s)
         self.num_ranks = self.chain.chain.num_ranks
         self.warm_start = np.asarray(warm_start, dtype=float)[:-1, None]
         self.plans = np.empty((0, self.num_ranks))
 
     def value_s(self) -> float:
         """The bound of the layers and the head: that of the weakest interval of x, after dividing weak intervals."""
-        tokens = float(self.scenario.request.new_tokens)
+        tokens = float(self.execution.request.new_tokens)
         if self.num_ranks == 1:
             only = np.array([tokens])
             return float(self.tails(only, only).whole_s[0])
@@ -362,7 +359,7 @@ class _Bound:
         total = self.chain.total
         work = self.chain.chain.work(last, least[None], (total - least)[None])
         received = self.chain.chain.work(last, least[None], (total - most)[None]).recv_held_s
-        epilogue = build_program(self.scenario, self.strategy, [least]).epilogue[-1]
+        epilogue = build_program(self.execution, [least]).epilogue[-1]
         head = sum((op.device_s for op in epilogue if isinstance(op, Compute)), np.zeros(1))
         first_qkv_s = work.first_qkv_s[0] + np.zeros_like(least)
         return _Tails((work.compute_s + received)[0] + head, first_qkv_s, work.last_post_s[0] + head)

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvrsim.execution import Execution
+from kvrsim.once import once
 from kvrsim.program import Array
-from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy, chain_like
+from kvrsim.strategies import chain_like
 from planner.search.balance import ChainWork, balanced_chunks
 from planner.search.minimise import (
     Boundaries,
@@ -64,53 +65,50 @@ _BETTER = 1e-5
 _BETTER_BY_PART = 3e-5
 
 
-def most_on_a_bus(scenario: Scenario, strategy: Strategy) -> int:
+def most_on_a_bus(execution: Execution) -> int:
     """The largest number of partitions that a search on a bus simulates, smaller if partitions have more messages.
 
     On up to 8 GPUs and with up to 32 layers, the search ends before this limit.
     """
-    num_ranks = scenario.cluster.num_gpus
-    pairs = num_ranks - 1 if strategy.chains else num_ranks * (num_ranks - 1) // 2
-    return max(_LEAST, _WORK // max(1, pairs * scenario.share.num_hidden_layers))
+    num_ranks = execution.cluster.num_gpus
+    pairs = num_ranks - 1 if execution.strategy.chains else num_ranks * (num_ranks - 1) // 2
+    return max(_LEAST, _WORK // max(1, pairs * execution.placed.share.num_hidden_layers))
 
 
-def plan_on_a_bus(scenario: Scenario, strategy: Strategy) -> tuple[Row, float]:
-    """A partition for a shared bus, and about the least TTFT of all partitions, in seconds; scenario: per rank.
+@once
+def plan_on_a_bus(execution: Execution) -> tuple[Row, float]:
+    """A partition for a shared bus, and about the least TTFT of all partitions, in seconds.
 
     No partition is faster than on links that take no time, nor faster than the bus carries its messages: each rank's
     keys and values pass once to every later rank, or to the next rank with those of all earlier ranks. The partition
     with the least maximum of both is searched from balanced chunks of the last ranks.
     """
-    return scenario.memoize(("plan on a bus", strategy), lambda: _plan_on_a_bus(scenario, strategy))
-
-
-def _plan_on_a_bus(scenario: Scenario, strategy: Strategy) -> tuple[Row, float]:
-    tokens = scenario.request.new_tokens
-    num_ranks = scenario.cluster.num_gpus
-    chain = chain_like(strategy)
-    quiet = Evaluator(scenario.with_own_links(_ENDLESS, latency_s=0.0), strategy)
-    messages = ChainWork(scenario, chain)
+    tokens = execution.request.new_tokens
+    num_ranks = execution.cluster.num_gpus
+    chain = execution.by(chain_like(execution.strategy))
+    quiet = Evaluator(execution.on(execution.placed.with_own_links(_ENDLESS, latency_s=0.0)))
+    messages = ChainWork(chain)
 
     def least_s(boundaries: Boundaries, enough_s: float = math.inf) -> Array:
         chunks = chunks_between(boundaries, tokens).astype(float)
-        starts = scenario.request.cached_prefix + np.cumsum(chunks, axis=1) - chunks
+        starts = execution.request.cached_prefix + np.cumsum(chunks, axis=1) - chunks
         sent_s = messages.work(range(num_ranks), chunks.T, starts.T).sends_s.sum(axis=0)
         return np.asarray(np.maximum(sent_s, quiet.ttft_s(chunks, enough_s)))
 
     stride = max(1, tokens // num_ranks // _STRIDES)
-    plans = last_ranks_balanced(scenario, chain, range(1, num_ranks + 1))
+    plans = last_ranks_balanced(chain, range(1, num_ranks + 1))
     seeds = unique_rows([rounded(plan, stride, tokens) for plan in plans])
     best = seeds[int(least_s(seeds).argmin())]
     return minimise(best, tokens, stride, least_s, rounds=_FEW_ROUNDS)
 
 
-def last_ranks_balanced(scenario: Scenario, chain: Strategy, counts: Sequence[int]) -> Iterator[Array]:
+def last_ranks_balanced(chain: Execution, counts: Sequence[int]) -> Iterator[Array]:
     """Yield, for each count, balanced chunks of as many last ranks; the other ranks are idle, with 0 tokens."""
-    request = scenario.request
-    num_ranks = scenario.cluster.num_gpus
+    request = chain.request
+    num_ranks = chain.cluster.num_gpus
     for used in counts:
         fewer = replace(request, context_len=request.context_len - (num_ranks - used))
-        balanced = balanced_chunks(replace(scenario.on_gpus(used), request=fewer), chain)
+        balanced = balanced_chunks(chain.on(replace(chain.placed.on_gpus(used), request=fewer)))
         yield np.append(np.zeros(num_ranks - used), balanced)
 
 
@@ -130,30 +128,23 @@ class _Descent:
 class Descents:
     """A search over boundaries that are multiples of the stride; `most`: largest number of simulated partitions.
 
-    chain: strategy whose balanced chunks are seeds. plans: chunks of more seeds. wide: whether to add many other seeds.
+    chain: execution of KVR's chain, whose balanced chunks are seeds. plans: chunks of more seeds.
+    wide: whether to add many other seeds.
     """
 
     def __init__(
-        self,
-        scenario: Scenario,
-        chain: Strategy,
-        stride: int,
-        evaluate: Evaluate,
-        most: int,
-        plans: Sequence[Array],
-        *,
-        wide: bool,
+        self, chain: Execution, stride: int, evaluate: Evaluate, most: int, plans: Sequence[Array], *, wide: bool
     ) -> None:
-        self.scenario = scenario
         self.chain = chain
         self.stride = stride
         self.evaluate = evaluate
-        self.tokens = scenario.request.new_tokens
-        self.num_ranks = scenario.cluster.num_gpus
+        self.tokens = chain.request.new_tokens
+        self.num_ranks = chain.cluster.num_gpus
         self.left = most
         self.plans = plans
         self.wide = wide
-        self.is_bus, self.groups = scenario.cluster.shares_bandwidth, groups(self.num_ranks - 1)
+        self.is_bus = chain.cluster.shares_bandwidth
+        self.groups = groups(self.num_ranks - 1)
         self.better = _BETTER if self.is_bus else _BETTER_BY_PART
         self.was_limited = False  # whether the limit left some partitions untried
         self.rng = np.random.default_rng(0)
@@ -253,7 +244,7 @@ class Descents:
         ranks = np.arange(self.num_ranks)
         counts = _spread(1, self.num_ranks)
         if self.is_bus:
-            yield from last_ranks_balanced(self.scenario, self.chain, counts)
+            yield from last_ranks_balanced(self.chain, counts)
         if not self.wide:
             return
         for used in counts:

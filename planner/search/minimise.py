@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.arguments import OnProgress
+from kvrsim.execution import Execution
 from kvrsim.executors.run import Runner
 from kvrsim.program import Array
-from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy
 from kvrsim.units import format_seconds
 
 
@@ -31,10 +30,9 @@ class Allowance:
 
 @dataclass(slots=True)
 class Evaluator:
-    """Evaluates partitions of one scenario, counts them and reports progress."""
+    """Evaluates partitions of one execution, counts them and reports progress."""
 
-    scenario: Scenario
-    strategy: Strategy
+    execution: Execution
     on_progress: OnProgress | None = None
     evaluations: int = 0
     most: int | None = None  # maximum number of evaluations; None: unknown
@@ -46,7 +44,7 @@ class Evaluator:
     )  # finish times of ranks, from `one`
 
     def __post_init__(self) -> None:
-        self.runner = Runner(self.scenario, self.strategy)
+        self.runner = Runner(self.execution)
 
     @property
     def is_fast(self) -> bool:
@@ -83,7 +81,7 @@ class Evaluator:
         if self.on_progress is not None:
             most = "" if self.most is None else f" of at most {self.most}"
             best = f", best TTFT {format_seconds(self.best_s)}" if math.isfinite(self.best_s) else ""
-            text = f"{self.strategy.name}: {self.evaluations} partitions simulated{most}{best}"
+            text = f"{self.execution.strategy.name}: {self.evaluations} partitions simulated{most}{best}"
             self.on_progress(self.evaluations, None, text)
 
     def one(self, chunks: tuple[int, ...]) -> float:

@@ -22,11 +22,11 @@ import numpy.typing as npt
 from kvrsim.arguments import OnProgress
 from kvrsim.engine import DEVIATES_OF_80_PERCENT
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution
 from kvrsim.memory import bytes_of_layers, fits, memory_of
 from kvrsim.program import Array
 from kvrsim.results.results import SearchReport
-from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import Strategy
+from kvrsim.scenario import Partition
 from kvrsim.strategies.pipeline import context_ranks, even_layers
 from planner.search.beam import Beam, Layers, Pieces, layers_s
 from planner.search.minimise import (
@@ -115,8 +115,7 @@ _LITTLE_S = 0.1  # seconds of allowance below which a search is rough; without a
 
 
 def search_pipeline(
-    scenario: Scenario,
-    strategy: Strategy,
+    execution: Execution,
     *,
     pieces: Partition | None = None,
     stride: int | None = None,
@@ -126,22 +125,23 @@ def search_pipeline(
 ) -> SearchResult:
     """Search the best pieces and the best layers per stage; with given `pieces`, only the layers.
 
-    scenario: per rank of the strategy. stride: pieces except the last are multiples of it, in tokens; None: a page, as
+    stride: pieces except the last are multiples of it, in tokens; None: a page, as
     a multiple of the GPUs of a rank. least_piece: fewest tokens per piece, if the context is that long; None: the
     stride.
     """
     begin_s = time.perf_counter()
-    tokens = scenario.request.new_tokens
-    step = math.lcm(PAGE, scenario.gpus_per_rank) if stride is None else stride
+    tokens = execution.request.new_tokens
+    step = math.lcm(PAGE, execution.placed.gpus_per_rank) if stride is None else stride
     if not step >= 1:
         raise InputError("stride", step, "a whole number of at least 1")
     least = max(step, least_piece or step)
-    strategy = replace(strategy, stage_layers=even_layers(scenario.share.num_hidden_layers, scenario.cluster.num_gpus))
+    even = even_layers(execution.placed.share.num_hidden_layers, execution.cluster.num_gpus)
+    execution = execution.by(replace(execution.strategy, stage_layers=even))
     if pieces is None:
-        run = _PipelineSearch(scenario, strategy, min(step, tokens), min(least, tokens))
+        run = _PipelineSearch(execution, min(step, tokens), min(least, tokens))
         given = None
     else:
-        run = _PipelineSearch(scenario, strategy, 1, 1)
+        run = _PipelineSearch(execution, 1, 1)
         given = np.array(pieces.boundaries[1:-1], dtype=np.int64)
     run.evaluator.on_progress = on_progress
     run.evaluator.allowance = allowance
@@ -150,23 +150,26 @@ def search_pipeline(
     row, ttft_s = run.run(given)
     lengths, layers = (tuple(map(int, one[0])) for one in run.partitions(row[None]))
     evaluations = run.evaluator.evaluations
-    strategy = replace(strategy, stage_layers=layers)
+    execution = execution.by(replace(execution.strategy, stage_layers=layers))
     partition = Partition(chunk_lens=lengths)
-    if pieces is None and not fits(scenario, memory_of(scenario, strategy, partition)):
-        strategy, partition, ttft_s = _that_fits(scenario, strategy) or (strategy, partition, ttft_s)
+    if pieces is None and not fits(execution.placed, memory_of(execution, partition)):
+        execution, partition, ttft_s = _that_fits(execution) or (execution, partition, ttft_s)
     report = SearchReport(method=run.method, evaluations=evaluations, seconds=time.perf_counter() - begin_s)
-    return SearchResult(scenario=scenario, strategy=strategy, partition=partition, ttft_s=ttft_s, report=report)
+    return SearchResult(execution=execution, partition=partition, ttft_s=ttft_s, report=report)
 
 
-def _that_fits(scenario: Scenario, strategy: Strategy) -> tuple[Strategy, Partition, float] | None:
+def _that_fits(execution: Execution) -> tuple[Execution, Partition, float] | None:
     """The fastest even pieces that fit in memory, with even layers or with layers of equal bytes; None: none fit."""
-    num_stages = scenario.cluster.num_gpus
-    num_layers = scenario.share.num_hidden_layers
+    num_stages = execution.cluster.num_gpus
+    num_layers = execution.placed.share.num_hidden_layers
     found = []
-    for layers in {even_layers(num_layers, num_stages), layers_of_equal_bytes(bytes_of_layers(scenario), num_stages)}:
-        changed = replace(strategy, stage_layers=layers)
-        partition, ttft_s = _best_even_pieces(Evaluator(scenario, changed))
-        if fits(scenario, memory_of(scenario, changed, partition)):
+    for layers in {
+        even_layers(num_layers, num_stages),
+        layers_of_equal_bytes(bytes_of_layers(execution.placed), num_stages),
+    }:
+        changed = execution.by(replace(execution.strategy, stage_layers=layers))
+        partition, ttft_s = _best_even_pieces(Evaluator(changed))
+        if fits(changed.placed, memory_of(changed, partition)):
             found.append((changed, partition, ttft_s))
     return min(found, key=itemgetter(2), default=None)
 
@@ -194,7 +197,7 @@ def layers_of_equal_bytes(layer_bytes: Sequence[float], num_stages: int) -> tupl
     return tuple(np.diff([0, *bounds]).tolist())
 
 
-def search_even_pieces(scenario: Scenario, strategy: Strategy, on_progress: OnProgress | None = None) -> SearchResult:
+def search_even_pieces(execution: Execution, on_progress: OnProgress | None = None) -> SearchResult:
     """Search even pieces that fit in memory: 1, 2, 4, ... pieces, as long as TTFT falls.
 
     A single stage need not be filled: its pieces are the steps of chunked prefill, of at most 8192 tokens as in
@@ -206,12 +209,11 @@ def search_even_pieces(scenario: Scenario, strategy: Strategy, on_progress: OnPr
     are long.
     """
     begin_s = time.perf_counter()
-    evaluator = Evaluator(with_step_time(scenario, "p90"), strategy, on_progress)
+    evaluator = Evaluator(with_step_time(execution, "p90"), on_progress)
     partition, ttft_s = _best_even_pieces(evaluator)
     seconds = time.perf_counter() - begin_s
     return SearchResult(
-        scenario=evaluator.scenario,
-        strategy=strategy,
+        execution=evaluator.execution,
         partition=partition,
         ttft_s=ttft_s,
         report=SearchReport(method="pieces", evaluations=evaluator.evaluations, seconds=seconds),
@@ -219,46 +221,50 @@ def search_even_pieces(scenario: Scenario, strategy: Strategy, on_progress: OnPr
     )
 
 
-def with_step_time(scenario: Scenario, statistic: Literal["mean", "p90"]) -> Scenario:
-    """The scenario with this statistic of the cost of each piece: the engine's step, its launches and collectives.
+def with_step_time(execution: Execution, statistic: Literal["mean", "p90"]) -> Execution:
+    """The execution with this statistic of the cost of each piece: the engine's step, its launches and collectives.
 
     The costs vary log-normally if the engine has a spread. TTFT is linear in them if the host is ahead of the device,
     so the best pieces for the mean have the least expected TTFT.
     """
-    if scenario.engine is None:
-        return scenario
+    placed = execution.placed
+    if placed.engine is None:
+        return execution
     seconds = {}
     for name in _OF_EACH_PIECE:
-        if log_sd := scenario.engine.spread.get(name):
+        if log_sd := placed.engine.spread.get(name):
             factor = math.exp(0.5 * log_sd * log_sd if statistic == "mean" else DEVIATES_OF_80_PERCENT * log_sd)
-            seconds[name] = getattr(scenario.host, name) * factor
-    return scenario.with_host(replace(scenario.host, **seconds)) if seconds else scenario
+            seconds[name] = getattr(placed.host, name) * factor
+    if not seconds:
+        return execution
+    return execution.on(placed.with_host(replace(placed.host, **seconds)))
 
 
-def piece_numbers(scenario: Scenario, strategy: Strategy) -> list[int]:
+def piece_numbers(execution: Execution) -> list[int]:
     """The numbers of even pieces that a search tries: powers of two, at least one token per context rank and piece."""
-    context = context_ranks(strategy)
-    most = min(scenario.request.new_tokens // context, MOST_A_STAGE * (scenario.cluster.num_gpus // context))
+    context = context_ranks(execution.strategy)
+    most = min(execution.request.new_tokens // context, MOST_A_STAGE * (execution.cluster.num_gpus // context))
     return [2**power for power in range(most.bit_length())]
 
 
 def _best_even_pieces(evaluator: Evaluator) -> tuple[Partition, float]:
-    scenario = evaluator.scenario
-    strategy = evaluator.strategy
-    tokens = scenario.request.new_tokens
-    context = context_ranks(strategy)
+    execution = evaluator.execution
+    cluster = execution.cluster
+    tokens = execution.request.new_tokens
+    context = context_ranks(execution.strategy)
     if context > tokens:
-        raise InputError("strategies", strategy.name, f"at most one context rank per token, here {tokens}")
-    numbers = piece_numbers(scenario, strategy)
-    if scenario.cluster.shares_bandwidth and context > 1:
+        raise InputError("strategies", execution.strategy.name, f"at most one context rank per token, here {tokens}")
+    numbers = piece_numbers(execution)
+    if cluster.shares_bandwidth and context > 1:
         # All ranks gather at the same time, so links with a rank's share of the bus find the number quickly.
-        share = scenario.cluster.link.bandwidth_bytes_per_s / scenario.cluster.num_gpus
-        number = len(_best_even_pieces(Evaluator(scenario.with_own_links(share), strategy))[0].chunk_lens)
+        share = cluster.link.bandwidth_bytes_per_s / cluster.num_gpus
+        linked = execution.on(execution.placed.with_own_links(share))
+        number = len(_best_even_pieces(Evaluator(linked))[0].chunk_lens)
         numbers = [one for one in numbers if one in (number // 2, number)]
-    if scenario.cluster.num_gpus == context:
+    if cluster.num_gpus == context:
         numbers = [one for one in numbers if tokens <= one * _STEP_TOKENS] or numbers[-1:]
     each = [Partition.even(tokens, number) for number in numbers]
-    fitting = (one for one in each if fits(scenario, memory_of(scenario, strategy, one)))
+    fitting = (one for one in each if fits(execution.placed, memory_of(execution, one)))
     first = next(fitting, None)
     best = each[0]
     best_s = float("inf")
@@ -278,19 +284,18 @@ class _PipelineSearch:
     of all stages but the last, in layers.
     """
 
-    def __init__(self, scenario: Scenario, strategy: Strategy, stride: int, least: int) -> None:
-        self.scenario = scenario
-        self.strategy = strategy
+    def __init__(self, execution: Execution, stride: int, least: int) -> None:
+        self.execution = execution
         self.stride = stride
         self.least = least
-        self.tokens = scenario.request.new_tokens
-        self.num_stages = scenario.cluster.num_gpus
-        self._kinds = np.array(scenario.share.layer_kind_index)
-        self.num_layers = scenario.share.num_hidden_layers
+        self.tokens = execution.request.new_tokens
+        self.num_stages = execution.cluster.num_gpus
+        self._kinds = np.array(execution.placed.share.layer_kind_index)
+        self.num_layers = execution.placed.share.num_hidden_layers
         self.end = -(-self.tokens // stride)
-        self.evaluator = Evaluator(scenario, strategy)
+        self.evaluator = Evaluator(execution)
         self.method = "pipeline"
-        self.slowness = np.array([scenario.cluster.slowness(stage) for stage in range(self.num_stages)])
+        self.slowness = np.array([execution.cluster.slowness(stage) for stage in range(self.num_stages)])
         # With the pieces of a row: seconds of all layers before each layer, and the shortest piece's share of a layer.
         self.until_s = np.zeros(self.num_layers + 1)
         self.shortest = 0.0
@@ -300,7 +305,7 @@ class _PipelineSearch:
         """Return the best row and its TTFT; if `given` fixes the ends of pieces, only the layers are searched."""
         if given is not None:
             return min((self._descend(self._row(given, one)) for one in self._layouts(given)), key=itemgetter(1))
-        if self.scenario.cluster.shares_bandwidth:
+        if self.execution.cluster.shares_bandwidth:
             return self._descend(self._on_own_links(), moves_pieces=True)
         plans = list[_Plan]()
         for spacing in self._spacings():
@@ -368,8 +373,8 @@ class _PipelineSearch:
 
     def _layer_s(self, lengths: Array) -> Array:
         """Seconds of every layer and piece, shape (layers, pieces); lengths: tokens of the pieces."""
-        starts = self.scenario.request.cached_prefix + np.cumsum(lengths) - lengths
-        return np.asarray(layers_s(self.scenario, self.strategy, lengths, starts)[self._kinds])
+        starts = self.execution.request.cached_prefix + np.cumsum(lengths) - lengths
+        return np.asarray(layers_s(self.execution, lengths, starts)[self._kinds])
 
     def _neighbours_of_result(self, row: Row, ttft_s: float) -> list[Row]:
         """The fastest rows with one piece more or fewer, and with layers moved from one stage to any other."""
@@ -407,8 +412,8 @@ class _PipelineSearch:
         lengths = np.geomspace(1, self.end, _LENGTHS).astype(np.int64)
         lengths = unique_rows(np.append(lengths, np.arange(1, min(self.end, _LENGTHS) + 1)))
         tokens = np.minimum(self.stride * lengths, self.tokens).astype(float)
-        middle = np.full_like(tokens, self.scenario.request.cached_prefix + self.tokens / 2)
-        pieces_s = layers_s(self.scenario, self.strategy, tokens, middle)[self._kinds].sum(axis=0) / self.num_stages
+        middle = np.full_like(tokens, self.execution.request.cached_prefix + self.tokens / 2)
+        pieces_s = layers_s(self.execution, tokens, middle)[self._kinds].sum(axis=0) / self.num_stages
         ttft_s = pieces_s * (self.tokens / tokens + self.num_stages - 1)
         parts = [1] * (self.end <= _NODES)
         parts += [self._part(int(length)) for length in lengths[np.argsort(ttft_s, kind="stable")]]
@@ -466,7 +471,7 @@ class _PipelineSearch:
 
     def _beam(self, nodes: Row, longest: Array | None = None) -> Beam:
         tokens = np.minimum(self.stride * nodes, self.tokens).astype(float)
-        return Beam(self.scenario, self.strategy, tokens, self.least, longest)
+        return Beam(self.execution, tokens, self.least, longest)
 
     def _fastest(self, nodes: Row, plans: Sequence[Pieces]) -> RowTime:
         """The row with the least simulated TTFT among the first of the given pieces, and this TTFT."""
@@ -491,8 +496,8 @@ class _PipelineSearch:
         """The best row for separate links, with the whole bus or a fair share each; this search takes little time."""
         rows = []
         for flows in sorted({1, self.num_stages - 1}):
-            own = self.scenario.with_own_links(self.scenario.cluster.link.bandwidth_bytes_per_s / flows)
-            run = _PipelineSearch(own, self.strategy, self.stride, self.least)
+            linked = self.execution.placed.with_own_links(self.execution.cluster.link.bandwidth_bytes_per_s / flows)
+            run = _PipelineSearch(self.execution.on(linked), self.stride, self.least)
             run.effort = self.effort
             rows.append(run.run(None)[0])
             self.evaluator.evaluations += run.evaluator.evaluations
@@ -509,10 +514,10 @@ class _PipelineSearch:
         shares = np.cumsum(1 / slowness)[:-1] / (1 / slowness).sum()
         equal = 1 + np.abs((np.cumsum(each_s) / each_s.sum())[:, None] - shares).argmin(axis=0)
         messages_s = np.zeros(self.num_stages)
-        if not self.scenario.sends_overlap:
-            nbytes = self.scenario.layer_costs()[0].activation_bytes(self._lengths(ends))
+        if not self.execution.placed.sends_overlap:
+            nbytes = self.execution.placed.layer_costs()[0].activation_bytes(self._lengths(ends))
             for stage in range(self.num_stages - 1):
-                messages_s[stage : stage + 2] += self.scenario.cluster.path(stage, stage + 1).busy_s(nbytes).sum()
+                messages_s[stage : stage + 2] += self.execution.cluster.path(stage, stage + 1).busy_s(nbytes).sum()
         fewer = np.ones(self.num_stages, dtype=np.int64)
         for _ in range(self.num_layers - self.num_stages):
             fewer[((fewer + 1) * each_s.mean() * slowness + messages_s).argmin()] += 1

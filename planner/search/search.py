@@ -13,9 +13,10 @@ from kvrsim.arguments import OnProgress
 from kvrsim.choices import METHODS
 from kvrsim.compile import build_program
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution
 from kvrsim.program import Array, Compute
 from kvrsim.results.results import SearchReport
-from kvrsim.scenario import Partition, Scenario
+from kvrsim.scenario import Partition
 from kvrsim.strategies import Strategy, chain_like
 from planner.search.balance import balanced_chunks
 from planner.search.bound import lower_bound_and_plans
@@ -54,8 +55,7 @@ _COARSE = 64  # strides in the shortest chunk below which the stride is too coar
 class SearchResult:
     """A partition, and the effort of the search that found it."""
 
-    scenario: Scenario = field(compare=False, repr=False)  # scenario of ttft_s, per rank of the strategy
-    strategy: Strategy  # strategy; for a pipeline, with the layers of its stages
+    execution: Execution = field(repr=False)  # execution of ttft_s; of a pipeline, with the layers of its stages
     partition: Partition
     ttft_s: float
     report: SearchReport
@@ -63,10 +63,14 @@ class SearchResult:
     finish_s: tuple[float, ...] | None = None  # finish time of each rank; None: not computed
     balanced: Array | None = None  # chunks of the analytical plan, tokens; None: not computed
 
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy; for a pipeline, with the layers of its stages."""
+        return self.execution.strategy
+
 
 def search(
-    scenario: Scenario,
-    strategy: Strategy,
+    execution: Execution,
     *,
     method: str = "auto",
     stride: int | None = None,
@@ -83,8 +87,8 @@ def search(
     """
     if method not in METHODS:
         raise InputError("method", method, ", ".join(METHODS))
-    tokens = scenario.request.new_tokens
-    num_ranks = scenario.cluster.num_gpus
+    tokens = execution.request.new_tokens
+    num_ranks = execution.cluster.num_gpus
     if num_ranks > tokens:
         raise InputError("gpus", num_ranks, f"at most one GPU a token, here {tokens}")
     step = default_stride(tokens, num_ranks) if stride is None else stride
@@ -92,15 +96,17 @@ def search(
     if not 1 <= step <= most:
         raise InputError("stride", step, f"a whole number from 1 to {most}")
     begin_s = time.perf_counter()
-    evaluator = Evaluator(scenario, strategy, on_progress, allowance=allowance)
+    evaluator = Evaluator(execution, on_progress, allowance=allowance)
     if method == "auto" and not evaluator.is_fast:
         from planner.search.descents import most_on_a_bus  # not imported at every start
 
         step = stride or 1  # descents begin with coarse steps
-        evaluator.most = most_on_a_bus(scenario, strategy) if scenario.cluster.shares_bandwidth else None
-    run = _ChunkSearch(scenario, strategy, evaluator, step)
-    if strategy.near_chain and method == "auto" and num_ranks > 1:
-        warm_start = warm_start or search(scenario, chain_like(strategy), stride=stride, allowance=allowance).partition
+        evaluator.most = most_on_a_bus(execution) if execution.cluster.shares_bandwidth else None
+    run = _ChunkSearch(execution, evaluator, step)
+    if execution.strategy.near_chain and method == "auto" and num_ranks > 1:
+        if warm_start is None:
+            chain = execution.by(chain_like(execution.strategy))
+            warm_start = search(chain, stride=stride, allowance=allowance).partition
         run.warm_start = np.array(warm_start.boundaries[1:-1], dtype=np.int64)
     boundaries, ttft_s, name = run.run(method)
     if method == "auto" and stride is None and run.is_worth_polishing(boundaries, ttft_s):
@@ -117,8 +123,7 @@ def search(
         limit=evaluator.most if run.was_limited else None,
     )
     return SearchResult(
-        scenario=scenario,
-        strategy=strategy,
+        execution=execution,
         partition=partition,
         ttft_s=ttft_s,
         report=report,
@@ -136,9 +141,8 @@ def default_stride(num_tokens: int, num_ranks: int) -> int:
 
 
 class _ChunkSearch:
-    def __init__(self, scenario: Scenario, strategy: Strategy, evaluator: Evaluator, stride: int) -> None:
-        self.scenario = scenario
-        self.strategy = strategy
+    def __init__(self, execution: Execution, evaluator: Evaluator, stride: int) -> None:
+        self.execution = execution
         self.evaluator = evaluator
         self.stride = stride
         self.lower_bound_s: float | None = None
@@ -146,9 +150,9 @@ class _ChunkSearch:
         self.warm_start: Row | None = None  # boundaries near which the best ones are expected
         self.was_limited = False  # whether the limit of a search on a bus left some partitions untried
         # Balanced chunks and bounds are those of KVR's chain; other strategies start from its chunks and have no bound.
-        self.chain = strategy if strategy.chains else chain_like(strategy)
-        self.tokens = scenario.request.new_tokens
-        self.num_ranks = scenario.cluster.num_gpus
+        self.chain = execution if execution.strategy.chains else execution.by(chain_like(execution.strategy))
+        self.tokens = execution.request.new_tokens
+        self.num_ranks = execution.cluster.num_gpus
 
     def run(self, method: str) -> tuple[Row, float, str]:
         """The best boundaries, their TTFT and the name of the method."""
@@ -167,23 +171,26 @@ class _ChunkSearch:
 
     def _analytical(self) -> Row:
         """Boundaries of balanced chunks; on a bus, also limited by the bytes of all messages."""
-        if not self.scenario.cluster.shares_bandwidth:
-            return rounded(balanced_chunks(self.scenario, self.chain), self.stride, self.tokens)
+        if not self.execution.cluster.shares_bandwidth:
+            return rounded(balanced_chunks(self.chain), self.stride, self.tokens)
         from planner.search.descents import plan_on_a_bus
 
-        return to_grid(plan_on_a_bus(self.scenario, self.strategy)[0].astype(float), self.stride, self.tokens)
+        return to_grid(plan_on_a_bus(self.execution)[0].astype(float), self.stride, self.tokens)
 
     def _descended(self) -> tuple[Row, float]:
         from planner.search.descents import Descents
 
-        if self.warm_start is not None and self.strategy.chains and not self._uses_query_blocks(self._scattered()):
+        if (
+            self.warm_start is not None
+            and self.execution.strategy.chains
+            and not self._uses_query_blocks(self._scattered())
+        ):
             return self.warm_start, float(self._evaluate(self.warm_start[None])[0])
-        is_bus = self.scenario.cluster.shares_bandwidth
+        is_bus = self.execution.cluster.shares_bandwidth
         near = [] if self.warm_start is None else [self.warm_start]
         seeds = [self._analytical(), *near] if is_bus else list(self._seeds())
         plans = [chunks_between(seed, self.tokens).astype(float) for seed in seeds]
         descents = Descents(
-            self.scenario,
             self.chain,
             self.stride,
             self._evaluate,
@@ -198,7 +205,7 @@ class _ChunkSearch:
     def _uses_query_blocks(self, boundaries: Boundaries) -> bool:
         """Whether any rank issues attention in several calls; if none does, the best partition is the chain's."""
         chunks = chunks_between(boundaries, self.tokens).astype(float)
-        layers = build_program(self.scenario, self.strategy, list(chunks.T)).layers
+        layers = build_program(self.execution, list(chunks.T)).layers
         ops = [op for kind in layers for own in kind for op in own if isinstance(op, Compute)]
         return any(op.query_blocks is not None and op.query_blocks.max() > 1 for op in ops)
 
@@ -242,7 +249,7 @@ class _ChunkSearch:
     def _walls(self, best: Row, best_s: float) -> list[Row]:
         """Compute the bound, and return the boundaries at the walls of its weakest intervals."""
         near = np.array(chunk_lens(tuple(best), self.tokens), dtype=float)
-        self.lower_bound_s, plans = lower_bound_and_plans(self.scenario, self.strategy, best_s, near)
+        self.lower_bound_s, plans = lower_bound_and_plans(self.execution, best_s, near)
         scaled = plans * (self.tokens / plans.sum(axis=1, keepdims=True))
         return [rounded(plan, self.stride, self.tokens) for plan in scaled]
 
@@ -294,7 +301,7 @@ class _ChunkSearch:
     def _seeds(self) -> Boundaries:
         """Blends of the balanced and the even plan, and the warm start."""
         even = np.full(self.num_ranks, self.tokens / self.num_ranks)
-        plan = self.balanced = balanced_chunks(self.scenario, self.chain)
+        plan = self.balanced = balanced_chunks(self.chain)
         blends = [plan + share * (even - plan) for share in (0.0, 0.25, 0.5, 0.75)] + [even]
         nearest = [] if self.warm_start is None else [to_grid(self.warm_start.astype(float), self.stride, self.tokens)]
         return unique_rows([*nearest, *(rounded(blend, self.stride, self.tokens) for blend in blends)])

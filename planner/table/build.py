@@ -19,15 +19,17 @@ import numpy as np
 
 from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution
 from kvrsim.io.journal import Journal
 from kvrsim.io.schema import JsonObject, NonNegative, Whole, read, to_json
 from kvrsim.memory import fits, memory_of
+from kvrsim.once import once
 from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, chain_like, searched_strategy
 from kvrsim.units import check_places
 from kvrsim.version import __version__
-from planner.candidates import per_rank_scenario, ttft_of
+from planner.candidates import execution_of, ttft_of
 from planner.processes import Pool
 from planner.search.balance import ChainWork, balanced_chunks
 from planner.search.bound import lower_bound_s
@@ -72,37 +74,39 @@ class Draft:
         return self.num_gpus, self.context_len
 
 
-def draft_of(scenario: Scenario, strategy: Strategy) -> Draft:
-    """The search result of one entry, which depends only on the scenario and the strategy."""
-    result = search(scenario, strategy)
-    chain = chain_like(strategy)
+def draft_of(execution: Execution) -> Draft:
+    """The search result of one entry, which depends only on the execution."""
+    result = search(execution)
+    chain = chain_like(execution.strategy)
     lower_s = result.lower_bound_s
-    if lower_s is None and strategy.chains and scenario.chain_is_proven:
-        lower_s = lower_bound_s(scenario, strategy, result.ttft_s)
-    balanced = result.balanced if strategy == chain else None  # computed already, if the strategy is its own chain
+    if lower_s is None and execution.strategy.chains and execution.placed.chain_is_proven:
+        lower_s = lower_bound_s(execution, result.ttft_s)
+    balanced = (
+        result.balanced if execution.strategy == chain else None
+    )  # computed already, if the strategy is its own chain
     if balanced is None:
-        balanced = balanced_chunks(scenario, chain)
+        balanced = balanced_chunks(execution.by(chain))
     draft = Draft(
-        num_gpus=scenario.cluster.num_gpus,
-        context_len=scenario.request.context_len,
+        num_gpus=execution.cluster.num_gpus,
+        context_len=execution.request.context_len,
         partition=result.partition.chunk_lens,
         ttft_s=result.ttft_s,
         lower_bound_s=lower_s,
-        balanced=whole_chunks(balanced, scenario.request.new_tokens),
+        balanced=whole_chunks(balanced, execution.request.new_tokens),
     )
-    return _nearest_to_balanced(scenario, strategy, draft, [draft.partition])
+    return _nearest_to_balanced(execution, draft, [draft.partition])
 
 
 def entry_of(
-    scenario: Scenario, strategy: Strategy, draft: Draft, around: tuple[Draft, Draft] | None, steps: QuantizationSteps
+    execution: Execution, draft: Draft, around: tuple[Draft, Draft] | None, steps: QuantizationSteps
 ) -> TableEntry:
     """The entry with its draft's partition, or with a partition interpolated from its neighbours if that is better."""
     if around is not None and draft.num_gpus > 1:
-        interpolated = _interpolate(scenario, strategy, around, steps)
-        draft = _nearest_to_balanced(scenario, strategy, draft, [draft.partition, interpolated])
+        interpolated = _interpolate(execution, around, steps)
+        draft = _nearest_to_balanced(execution, draft, [draft.partition, interpolated])
     partition = Partition(chunk_lens=draft.partition)
-    interval = interval_of(sensitivities(scenario, strategy, partition), draft.ttft_s)
-    levels, token_s = levels_of(scenario, strategy, draft.partition, steps)
+    interval = interval_of(sensitivities(execution, partition), draft.ttft_s)
+    levels, token_s = levels_of(execution, draft.partition, steps)
     return TableEntry(
         num_gpus=draft.num_gpus,
         context_len=draft.context_len,
@@ -110,17 +114,17 @@ def entry_of(
         ttft_s=draft.ttft_s,
         ttft_low_s=interval.low_s,
         ttft_high_s=interval.high_s,
-        speedup_over_tsp=_even_ttft_s(scenario, STRATEGIES["tsp"]) / draft.ttft_s,
-        speedup_over_even=_even_ttft_s(scenario, strategy) / draft.ttft_s,
+        speedup_over_tsp=_even_ttft_s(execution.by(STRATEGIES["tsp"])) / draft.ttft_s,
+        speedup_over_even=_even_ttft_s(execution) / draft.ttft_s,
         gap=None if draft.lower_bound_s is None else max(0.0, draft.ttft_s / draft.lower_bound_s - 1),
-        fits=fits(scenario, memory_of(scenario, strategy, partition)),
+        fits=fits(execution.placed, memory_of(execution, partition)),
         levels=tuple(float(f"{level / sum(draft.partition):.12g}") for level in levels),
         token_s=tuple(float(f"{seconds:.9g}") for seconds in token_s),
     )
 
 
 def levels_of(
-    scenario: Scenario, strategy: Strategy, partition: tuple[int, ...], steps: QuantizationSteps
+    execution: Execution, partition: tuple[int, ...], steps: QuantizationSteps
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Levels (tokens) and the cost of a token (seconds) of each rank; see planner/table/table.py.
 
@@ -128,9 +132,9 @@ def levels_of(
     its chunk and the level that the next token needs. For other strategies than chains, token costs are those of KVR's
     chain, and the spare time is 0, because it is not known which rank waits for which.
     """
-    chain = ChainWork(scenario, chain_like(strategy))
+    chain = ChainWork(execution.by(chain_like(execution.strategy)))
     chunks = np.array(partition, dtype=float)
-    prefixes = scenario.request.cached_prefix + np.cumsum(chunks) - chunks
+    prefixes = execution.request.cached_prefix + np.cumsum(chunks) - chunks
     low = np.maximum(1.0, np.floor((1 - _NEAR) * chunks))
     high = np.floor((1 + _NEAR) * chunks) + 1.0
     trials = np.stack([chunks, low, high], axis=1)
@@ -143,24 +147,22 @@ def levels_of(
     costs = np.maximum(rise_s / (high - low), 1e-3 * busy_s / chunks)
     least = chunks + extra_s(chunks) / costs
     beyond = chunks + 1 + extra_s(chunks + 1) / costs
-    spare_s = busy_s.max() - busy_s if strategy.chains else 0.0
+    spare_s = busy_s.max() - busy_s if execution.strategy.chains else 0.0
     levels = np.maximum(least, np.minimum(least + spare_s / costs, beyond - _INSIDE))
     return tuple(levels.tolist()), tuple(costs.tolist())
 
 
-def _interpolate(
-    scenario: Scenario, strategy: Strategy, around: tuple[Draft, Draft], steps: QuantizationSteps
-) -> tuple[int, ...]:
+def _interpolate(execution: Execution, around: tuple[Draft, Draft], steps: QuantizationSteps) -> tuple[int, ...]:
     """The partition that a lookup interpolates from two neighbouring lengths."""
     lengths = [draft.context_len for draft in around]
-    tokens = scenario.request.new_tokens
-    cached = scenario.request.cached_prefix
-    weight = (scenario.request.context_len - lengths[0]) / (lengths[1] - lengths[0])
+    tokens = execution.request.new_tokens
+    cached = execution.request.cached_prefix
+    weight = (execution.request.context_len - lengths[0]) / (lengths[1] - lengths[0])
     rows = []
     for draft in around:
-        request = replace(scenario.request, context_len=draft.context_len)
+        request = replace(execution.request, context_len=draft.context_len)
         total = sum(draft.partition)
-        levels, token_s = levels_of(replace(scenario, request=request), strategy, draft.partition, steps)
+        levels, token_s = levels_of(execution.with_request(request), draft.partition, steps)
         rows.append(np.array([np.array(draft.partition) / total, np.array(levels) / total, token_s]))
     fractions, shares, token_s = (1 - weight) * rows[0] + weight * rows[1]
     values = Interpolated(
@@ -173,9 +175,7 @@ def _interpolate(
     return values.partition(steps)
 
 
-def _nearest_to_balanced(
-    scenario: Scenario, strategy: Strategy, draft: Draft, partitions: list[tuple[int, ...]]
-) -> Draft:
+def _nearest_to_balanced(execution: Execution, draft: Draft, partitions: list[tuple[int, ...]]) -> Draft:
     """The draft with the partition nearest to the balanced one, among blends that are about as fast as the best."""
     if draft.num_gpus == 1:
         return draft
@@ -185,21 +185,21 @@ def _nearest_to_balanced(
     blends = np.concatenate([balanced + shares * (np.array(partition) - balanced) for partition in partitions])
     rows = unique_rows(chunks_between(to_grid(np.cumsum(blends, axis=1)[:, :-1], 1, tokens), tokens))
     enough_s = (1 + _AS_FAST_IF_EVEN_IS) * draft.ttft_s  # slower rows are not chosen
-    ttft_s = Evaluator(scenario, strategy).ttft_s(rows.astype(float), enough_s)
+    ttft_s = Evaluator(execution).ttft_s(rows.astype(float), enough_s)
     distance = np.abs(rows - balanced).max(axis=1)
     best_s = min(draft.ttft_s, float(ttft_s.min()))
-    even_is_as_fast = _even_ttft_s(scenario, strategy) <= (1 + _EVEN_IS_AS_FAST) * best_s
+    even_is_as_fast = _even_ttft_s(execution) <= (1 + _EVEN_IS_AS_FAST) * best_s
     tolerance = _AS_FAST_IF_EVEN_IS if even_is_as_fast else _AS_FAST
     fast = np.nonzero(ttft_s <= (1 + tolerance) * best_s)[0]
     best = fast[np.lexsort((ttft_s[fast], distance[fast]))[0]]
     return replace(draft, partition=tuple(int(chunk) for chunk in rows[best]), ttft_s=float(ttft_s[best]))
 
 
-def _even_ttft_s(scenario: Scenario, strategy: Strategy) -> float:
+@once
+def _even_ttft_s(execution: Execution) -> float:
     """The strategy's TTFT with even chunks."""
-    even = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus)
-    per_rank = per_rank_scenario(scenario, strategy)
-    return per_rank.memoize(("even", strategy), lambda: ttft_of(per_rank, strategy, even))
+    even = Partition.even(execution.request.new_tokens, execution.cluster.num_gpus)
+    return ttft_of(execution_of(execution.placed, execution.strategy), even)
 
 
 def make_table(
@@ -222,21 +222,21 @@ def make_table(
     """
     pool = pool or Pool()
     own = searched_strategy(strategy)
-    scenarios = _scenarios(scenario, own, gpu_counts, context_lens)
-    drafts = {} if journal is None else {one.key: one for one in _drafts_of(journal) if one.key in scenarios}
-    missing = [key for key in scenarios if key not in drafts]
+    executions = _executions(scenario, own, gpu_counts, context_lens)
+    drafts = {} if journal is None else {one.key: one for one in _drafts_of(journal) if one.key in executions}
+    missing = [key for key in executions if key not in drafts]
     random.Random(0).shuffle(missing)  # so that finished and remaining entries take equally long on average
-    for draft in pool.run(draft_of, [(scenarios[key], own) for key in missing], share=_DRAFTS_SHARE):
+    for draft in pool.run(draft_of, [(executions[key],) for key in missing], share=_DRAFTS_SHARE):
         drafts[draft.key] = draft
         if journal is not None:
             journal.append(to_json(draft))
         if on_progress is not None:
-            on_progress(len(drafts), len(scenarios), "entries")
+            on_progress(len(drafts), len(executions), "entries")
     if not drafts:
         raise InputError("time_budget", f"{pool.time_budget_s:g}s", "a longer time: no entry is complete")
-    steps = quantization_steps(scenarios[max(scenarios)])
+    steps = quantization_steps(executions[max(executions)].placed)
     around = _neighbours(drafts)
-    work = [(scenarios[key], own, drafts[key], around[key], steps) for key in scenarios if key in drafts]
+    work = [(executions[key], drafts[key], around[key], steps) for key in executions if key in drafts]
     entries = pool.run_in_order(entry_of, work, "comparisons with neighbours", on_progress)
     setting = TableSetting.of(scenario, own.name)
     return PartitionTable(setting=setting, kvrsim_version=__version__, steps=steps, entries=tuple(entries))
@@ -253,21 +253,21 @@ def _drafts_of(journal: Journal) -> list[Draft]:
     return [read(Draft, JsonObject(fields=line, where=f"output {journal.path}")) for line in journal.results]
 
 
-def _scenarios(
+def _executions(
     scenario: Scenario, strategy: Strategy, gpu_counts: Sequence[int], context_lens: Sequence[int]
-) -> dict[tuple[int, int], Scenario]:
-    """The scenario of each entry, by number of GPUs and context."""
+) -> dict[tuple[int, int], Execution]:
+    """The execution of each entry, by number of GPUs and context."""
     check_places("ctx", context_lens, gpu_counts)
     most = max(gpu_counts)
     least = min(context_lens) - scenario.request.cached_prefix
     if most > least:
         raise InputError("gpus", most, f"at most one GPU per new token, here {least}")
 
-    scenarios = {}
+    executions = {}
     for gpus, length in product(sorted(set(gpu_counts)), sorted(set(context_lens))):
-        place = replace(scenario.on_gpus(gpus), request=replace(scenario.request, context_len=length))
-        scenarios[gpus, length] = per_rank_scenario(place, strategy)
-    return scenarios
+        asked = replace(scenario.on_gpus(gpus), request=replace(scenario.request, context_len=length))
+        executions[gpus, length] = execution_of(asked, strategy)
+    return executions
 
 
 def _neighbours(drafts: dict[tuple[int, int], Draft]) -> dict[tuple[int, int], tuple[Draft, Draft] | None]:

@@ -9,10 +9,10 @@ from typing import Any
 from kvrsim.arguments import ScenarioArgs
 from kvrsim.builder import build_scenario
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution
 from kvrsim.notes import note
-from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy, searched_strategy
-from planner.candidates import per_rank_scenario
+from kvrsim.strategies import searched_strategy
+from planner.candidates import execution_of
 from planner.table.table import PartitionTable, TableLookup, TableSetting, look_up, refined_lookup
 
 
@@ -25,15 +25,15 @@ def best_lookup(table: PartitionTable, num_gpus: int, context_len: int) -> Table
     if lookup.source == "exact" or num_gpus == 1:
         return lookup
     try:
-        per_rank, strategy = table_scenario(table.setting, num_gpus, context_len)
+        execution = table_execution(table.setting, num_gpus, context_len)
     except InputError as error:
         why = f"{error.parameter}: {error.value}"
         return replace(lookup, warnings=(*lookup.warnings, note("not refined", why=why)))
-    return refined_lookup(table, per_rank, strategy)
+    return refined_lookup(table, execution)
 
 
-def table_scenario(setting: TableSetting, num_gpus: int, context_len: int) -> tuple[Scenario, Strategy]:
-    """The scenario for which a table was built, on these GPUs with this context, per rank; and its strategy.
+def table_execution(setting: TableSetting, num_gpus: int, context_len: int) -> Execution:
+    """The execution for which a table was built, on these GPUs with this context.
 
     Raises InputError if the table's model, profile, cluster, engine or strategy is not one of a name here, or has other
     figures than those of the table.
@@ -66,7 +66,7 @@ def table_scenario(setting: TableSetting, num_gpus: int, context_len: int) -> tu
             continue
         differences = "; ".join(setting.differences(scenario, strategy.name))
         if not differences:
-            return per_rank_scenario(scenario, strategy), strategy
+            return execution_of(scenario, strategy)
         reason = InputError("TABLE", differences, "a table of the figures that kvrsim has under these names")
     assert reason is not None
     raise reason

@@ -32,12 +32,14 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from kvrsim.engine import NO_ENGINE
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution
 from kvrsim.io.schema import JsonObject, NonNegative, Whole, fields_to_json, read, to_frame
 from kvrsim.notes import note
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import Array
 from kvrsim.results.results import Prediction
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import KVR_S, Strategy
+from kvrsim.strategies import KVR_S
 from kvrsim.units import format_bandwidth, format_seconds
 from planner.grid import GridFile
 from planner.search.minimise import (
@@ -98,7 +100,7 @@ class QuantizationSteps:
         return self.seconds[passed - 1] + prefix * self.seconds_per_prefix_token[passed - 1]
 
 
-def quantization_steps(scenario: Scenario) -> QuantizationSteps:
+def quantization_steps(scenario: PlacedScenario) -> QuantizationSteps:
     """The steps of a chunk's device time on this scenario's GPU, up to the scenario's context.
 
     The steps of attention (tiles of queries) are modelled as proportional to the prefix.
@@ -118,7 +120,7 @@ def quantization_steps(scenario: Scenario) -> QuantizationSteps:
     )
 
 
-def _times_s(scenario: Scenario, most: int, prefix: float) -> Array:
+def _times_s(scenario: PlacedScenario, most: int, prefix: float) -> Array:
     """Device seconds of all layers for chunks of 1, 2, ... `most` tokens after a prefix."""
     lengths = np.arange(1.0, most + 1.0)
     counts = np.bincount(scenario.model.layer_kind_index)
@@ -334,16 +336,17 @@ class PartitionTable(GridFile):
             raise InputError("gpus", num_gpus, f"a number of GPUs that the table has: {has}")
         return entries
 
-    def partition_for(self, per_rank: Scenario, strategy: Strategy) -> Partition:
+    def partition_for(self, execution: Execution) -> Partition:
         """KVR-P's partition of a scenario, refined by simulations; raises the same InputErrors as look_up."""
-        return Partition(chunk_lens=refined_lookup(self, per_rank, strategy).partition)
+        return Partition(chunk_lens=refined_lookup(self, execution).partition)
 
-    def notes_for(self, per_rank: Scenario, strategy: Strategy) -> tuple[str, ...]:
+    def notes_for(self, execution: Execution) -> tuple[str, ...]:
         """Notes if the table's setting differs from the scenario's, or if the context is outside the table."""
-        others = self.setting.differences(per_rank, strategy.looks_up)
+        strategy = execution.strategy
+        others = self.setting.differences(execution.placed, strategy.looks_up)
         notes = [note("table setting", strategy=strategy.name, differences="; ".join(others))] if others else []
-        request = per_rank.request
-        lookup = look_up(self, per_rank.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
+        request = execution.request
+        lookup = look_up(self, execution.cluster.num_gpus, request.context_len, cached_prefix=request.cached_prefix)
         return (*notes, *(f"{strategy.name}: {warning}" for warning in lookup.warnings))
 
     def to_frame(self) -> pandas.DataFrame:
@@ -455,18 +458,18 @@ def look_up(table: PartitionTable, num_gpus: int, context_len: int, *, cached_pr
     )
 
 
-def refined_lookup(table: PartitionTable, per_rank: Scenario, strategy: Strategy) -> TableLookup:
+def refined_lookup(table: PartitionTable, execution: Execution) -> TableLookup:
     """The lookup for a scenario of the strategy's ranks; between and beyond entries, refined by simulations.
 
     Raises the same InputErrors as look_up.
     """
-    request = per_rank.request
-    num_gpus = per_rank.cluster.num_gpus
+    request = execution.request
+    num_gpus = execution.cluster.num_gpus
     lookup = look_up(table, num_gpus, request.context_len, cached_prefix=request.cached_prefix)
     if lookup.source == "exact" or num_gpus == 1:
         return lookup
     tokens = request.new_tokens
-    evaluator = Evaluator(per_rank, strategy)
+    evaluator = Evaluator(execution)
 
     def ttft_s(boundaries: Boundaries, enough_s: float = math.inf) -> Array:
         return evaluator.ttft_s(chunks_between(boundaries, tokens).astype(float), enough_s)

@@ -14,13 +14,14 @@ from functools import partial
 import numpy as np
 
 from kvrsim.compile import build_program, columns
+from kvrsim.execution import Execution
 from kvrsim.kernels.cost import CostModel, Part, RooflineCost, WeightedCost, listing
 from kvrsim.kernels.profile import OperationFit
 from kvrsim.model.mixers import RECURRENCE_TITLES
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import Array, Compute, Program, work_s
 from kvrsim.results.timeline import Basis, Breakdown, BreakdownRow, Span, Timeline
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import Strategy
 from kvrsim.strategies.pipeline import context_ranks
 from planner.uncertainty.sensitivities import UNCOMPARED_KINDS
 
@@ -28,31 +29,29 @@ _WHOLE_SHARE = 0.995  # share of an operation's seconds above which only one bas
 _WorkKey = tuple[int, int | None, str]  # rank, layer, name
 
 
-def weighted_program(
-    scenario: Scenario, strategy: Strategy, partition: Partition, cost: CostModel
-) -> tuple[Program, list[Part]]:
+def weighted_program(execution: Execution, partition: Partition, cost: CostModel) -> tuple[Program, list[Part]]:
     """Build a program with one column per part, where only that part takes time, and a last column without any part.
 
     Returns the program and the parts, in the order of the columns.
     """
     chunks = columns(partition.chunk_lens)
     noting, parts = listing(cost)
-    build_program(scenario, strategy, chunks, noting)
+    build_program(execution, chunks, noting)
     names = list(parts)
     weights = np.eye(len(names), len(names) + 1)
     weighted = WeightedCost(cost=cost, weights=dict(zip(names, weights, strict=True)))
     wide = [np.repeat(chunk, weights.shape[1]) for chunk in chunks]
-    return build_program(scenario, strategy, wide, weighted), names
+    return build_program(execution, wide, weighted), names
 
 
-def chunk_of(scenario: Scenario, strategy: Strategy, partition: Partition, rank: int) -> tuple[int, int]:
+def chunk_of(execution: Execution, partition: Partition, rank: int) -> tuple[int, int]:
     """Tokens of a rank's chunk, and of the context before this chunk; for a pipeline, those of the last piece."""
-    piece = len(partition.chunk_lens) - 1 if strategy.pipeline else rank
-    start = scenario.request.cached_prefix + sum(partition.chunk_lens[:piece])
-    return partition.chunk_lens[piece] // context_ranks(strategy), start
+    piece = len(partition.chunk_lens) - 1 if execution.strategy.pipeline else rank
+    start = execution.request.cached_prefix + sum(partition.chunk_lens[:piece])
+    return partition.chunk_lens[piece] // context_ranks(execution.strategy), start
 
 
-def basis_of(scenario: Scenario, part: Part, chunk: int, start: int) -> Basis:
+def basis_of(scenario: PlacedScenario, part: Part, chunk: int, start: int) -> Basis:
     """The basis of a part's seconds: measured, interpolated, extrapolated, fitted to whole TTFTs, or the datasheet."""
     profile = scenario.profile
     if profile is None:
@@ -69,14 +68,14 @@ def basis_of(scenario: Scenario, part: Part, chunk: int, start: int) -> Basis:
     return "measured" if is_measured else "interpolated"
 
 
-def bases_of(scenario: Scenario, strategy: Strategy, partition: Partition, timeline: Timeline) -> tuple[str, ...]:
+def bases_of(execution: Execution, partition: Partition, timeline: Timeline) -> tuple[str, ...]:
     """The basis of each span's seconds in a simulated prefill, in words, such as "interpolated".
 
     For work of several parts, the text has the share of each basis: "80 % interpolated, 20 % extrapolated". Waits are
     "simulated". A message is "interpolated" or "extrapolated" by its size if links were measured, else "datasheet".
     """
-    work = dict(_work(scenario, strategy, partition))
-    return tuple(_of_span(scenario, span, work) for span in timeline.spans)
+    work = dict(_work(execution, partition))
+    return tuple(_of_span(execution.placed, span, work) for span in timeline.spans)
 
 
 def _of_span(scenario: Scenario, span: Span, work: Mapping[_WorkKey, str]) -> str:
@@ -96,12 +95,12 @@ def _of_span(scenario: Scenario, span: Span, work: Mapping[_WorkKey, str]) -> st
     return "interpolated" if _inside(fit, {"bytes": span.nbytes or 0.0}) else "extrapolated"
 
 
-def _work(scenario: Scenario, strategy: Strategy, partition: Partition) -> Iterator[tuple[_WorkKey, str]]:
+def _work(execution: Execution, partition: Partition) -> Iterator[tuple[_WorkKey, str]]:
     """Yield the basis of each operation that computes, with its key (rank, layer, name)."""
-    program, parts = weighted_program(scenario, strategy, partition, scenario.cost)
+    program, parts = weighted_program(execution, partition, execution.placed.cost)
     for rank in range(program.num_ranks):
-        chunk, start = chunk_of(scenario, strategy, partition, rank)
-        bases = [basis_of(scenario, part, chunk, start) for part in parts]
+        chunk, start = chunk_of(execution, partition, rank)
+        bases = [basis_of(execution.placed, part, chunk, start) for part in parts]
         by_block: dict[int, str] = {}
         for layer, op in program.ops(rank):
             name = getattr(op, "name", None)
@@ -126,7 +125,7 @@ def _in_words(bases: Sequence[Basis], seconds: Array) -> str:
     return ", ".join(f"{max(1, round(100 * share))} % {basis}" for share, basis in ranked)
 
 
-def _sizes(scenario: Scenario, part: Part, chunk: int, start: int) -> Mapping[str, float]:
+def _sizes(scenario: PlacedScenario, part: Part, chunk: int, start: int) -> Mapping[str, float]:
     """The sizes of one part, with the names in OperationFit.seen."""
     batch = scenario.request.batch
     if part.product is not None:
@@ -157,19 +156,17 @@ _ROUNDING = 1e-9
 _RANK = re.compile(r"rank \d+")
 
 
-def breakdown(
-    scenario: Scenario, strategy: Strategy, partition: Partition, finish_s: Sequence[float], timeline: Timeline
-) -> Breakdown:
+def breakdown(execution: Execution, partition: Partition, finish_s: Sequence[float], timeline: Timeline) -> Breakdown:
     """Seconds, share of TTFT, share of the roofline and basis of every part on every rank.
 
     finish_s: finish time of each rank in the simulation that recorded the timeline.
     """
     ttft_s = finish_s[-1]
-    seconds = _part_seconds(scenario, strategy, partition, scenario.cost)
-    least = _part_seconds(scenario, strategy, partition, _roofline(scenario))
+    seconds = _part_seconds(execution, partition, execution.placed.cost)
+    least = _part_seconds(execution, partition, _roofline(execution.placed))
     rows = []
     for rank in range(len(finish_s)):
-        chunk, start = chunk_of(scenario, strategy, partition, rank)
+        chunk, start = chunk_of(execution, partition, rank)
         for part in seconds:
             if (part_s := float(seconds[part][rank])) > _ROUNDING * ttft_s:
                 roofline_s = None if part in (_RESUME, _LAUNCHES, _ENGINE) else float(least[part][rank])
@@ -177,11 +174,11 @@ def breakdown(
                     BreakdownRow(
                         rank=rank,
                         kind=part.kind,
-                        what=_name(scenario, part),
+                        what=_name(execution.placed, part),
                         seconds=part_s,
                         share=part_s / ttft_s,
                         roofline_share=None if roofline_s is None else roofline_s / part_s,
-                        basis=basis_of(scenario, part, chunk, start),
+                        basis=basis_of(execution.placed, part, chunk, start),
                     )
                 )
         busy_s = float(sum(part[rank] for part in seconds.values()))
@@ -189,16 +186,16 @@ def breakdown(
     return Breakdown(ttft_s=ttft_s, rows=tuple(rows))
 
 
-def _part_seconds(scenario: Scenario, strategy: Strategy, partition: Partition, cost: CostModel) -> dict[Part, Array]:
+def _part_seconds(execution: Execution, partition: Partition, cost: CostModel) -> dict[Part, Array]:
     """Device seconds of each rank, for each part."""
-    program, names = weighted_program(scenario, strategy, partition, cost)
+    program, names = weighted_program(execution, partition, cost)
     totals = np.zeros((program.num_ranks, len(names) + 1))
     for rank in range(program.num_ranks):
         for _, op in program.ops(rank):
             totals[rank] += work_s(op)
     parts_s = {part: totals[:, index] - totals[:, -1] for index, part in enumerate(names)}
     engine_s = np.array([_engine_s(program, rank) for rank in range(program.num_ranks)])
-    idle = _LAUNCHES if scenario.host.launch_s else _RESUME
+    idle = _LAUNCHES if execution.placed.host.launch_s else _RESUME
     return parts_s | {idle: totals[:, -1] - engine_s, _ENGINE: engine_s}
 
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvrsim.engine import DEVIATES_OF_80_PERCENT, SHORT_TOKENS, Engine
+from kvrsim.execution import Execution
 from kvrsim.kernels.profile import LinkCoverage, Residual
 from kvrsim.layout import LAYOUT_KINDS
 from kvrsim.notes import note
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import Strategy
 from kvrsim.units import format_bandwidth
 from planner.uncertainty.sensitivities import (
     Sensitivities,
@@ -44,9 +44,9 @@ class Interval:
         return {name: (math.expm1(one.low), math.expm1(one.high)) for name, one in ranked}
 
 
-def interval(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_s: float) -> Interval:
+def interval(execution: Execution, partition: Partition, ttft_s: float) -> Interval:
     """The 80 % interval of a predicted TTFT; `scenario` is per rank."""
-    return interval_of(sensitivities(scenario, strategy, partition), ttft_s)
+    return interval_of(sensitivities(execution, partition), ttft_s)
 
 
 def interval_of(one: Sensitivities, ttft_s: float) -> Interval:
@@ -114,15 +114,19 @@ def coverage_notes_of(scenario: Scenario) -> Iterator[str]:
         yield note("links, coverage", rows=on_link.num_rows, rate=rate, share=on_link.coverage)
 
 
-def layout_notes(scenario: Scenario, strategy: Strategy) -> Iterator[str]:
+def layout_notes(execution: Execution) -> Iterator[str]:
     """A note if no measured prefill divides the work over GPUs as this strategy does; scenario: per rank."""
-    kinds = [LAYOUT_KINDS[kind] for kind in unmeasured_layouts(scenario)]
+    kinds = [LAYOUT_KINDS[kind] for kind in unmeasured_layouts(execution.placed)]
     if not kinds:
         return
-    residual = end_to_end_residual(scenario)
-    engine = scenario.engine
-    where = f"profile {scenario.profile_name}" if residual is not None or engine is None else f"engine {engine.name}"
-    yield note("layout", where=where, kinds=" or ".join(kinds), strategy=strategy.name)
+    residual = end_to_end_residual(execution.placed)
+    engine = execution.placed.engine
+    where = (
+        f"profile {execution.placed.profile_name}"
+        if residual is not None or engine is None
+        else f"engine {engine.name}"
+    )
+    yield note("layout", where=where, kinds=" or ".join(kinds), strategy=execution.strategy.name)
 
 
 def provenance(scenario: Scenario) -> str:

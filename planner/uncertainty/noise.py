@@ -9,8 +9,10 @@ import numpy as np
 
 from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution
 from kvrsim.executors.run import ttft_s as noisy_s
 from kvrsim.noise import Distribution, Noise, NoiseDraw, SideTraffic, parse_noise
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
@@ -66,8 +68,7 @@ class Disturbance:
 
     def distribution(
         self,
-        scenario: Scenario,
-        strategy: Strategy,
+        execution: Execution,
         partition: Partition,
         ttft_s: float,
         *,
@@ -81,16 +82,16 @@ class Disturbance:
         """
         if not self.noise.is_random:
             return Distribution.of([ttft_s], quiet_s=even_s, seed=self.seed)
-        num_gpus = scenario.cluster.num_gpus
+        num_gpus = execution.cluster.num_gpus
         self.check_length(ttft_s, num_gpus)
         samples = range(first, first + self.num_samples)
-        step = max(1, int(_MOST_FACTORS / _factors(scenario, num_gpus)))
+        step = max(1, int(_MOST_FACTORS / _factors(execution.placed, num_gpus)))
         parts = list[Array]()
         for done in range(0, len(samples), step):
             if on_progress is not None:
-                on_progress(done, len(samples), f"{strategy.name}: samples of noise")
+                on_progress(done, len(samples), f"{execution.strategy.name}: samples of noise")
             draw = NoiseDraw(self.noise, num_gpus, seed=self.seed, samples=samples[done : done + step])
-            parts.append(noisy_s(scenario, strategy, np.array([partition.chunk_lens]), draw=draw)[0])
+            parts.append(noisy_s(execution, np.array([partition.chunk_lens]), draw=draw)[0])
         return Distribution.of(np.concatenate(parts).tolist(), quiet_s=even_s, seed=self.seed)
 
     def check_length(self, quiet_s: float, num_gpus: int) -> None:
@@ -109,7 +110,7 @@ class Disturbance:
             raise InputError("noise dwell", f"{traffic.dwell_s:g}s", f"at least {least_s:.3g}s, or fewer `samples`")
 
 
-def _factors(scenario: Scenario, num_gpus: int) -> int:
+def _factors(scenario: PlacedScenario, num_gpus: int) -> int:
     """Largest number of factors of jitter per sample: a ring's, for computations and for messages."""
     return 2 * num_gpus * max(512, num_gpus * scenario.share.num_hidden_layers)
 

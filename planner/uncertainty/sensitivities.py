@@ -20,13 +20,14 @@ import numpy as np
 
 from kvrsim.compile import build_program, columns
 from kvrsim.engine import DEVIATES_OF_80_PERCENT, LAYOUT
+from kvrsim.execution import Execution
 from kvrsim.executors.run import Runner
 from kvrsim.kernels.cost import CostModel, Part, WeightedCost, listing
 from kvrsim.kernels.profile import CalibrationProfile, Residual, ValidRange
 from kvrsim.layout import LAYOUT_KINDS
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import Strategy
 
 RUN_TO_RUN = 0.014 / 0.6745  # log_sd: medians of repeated serving runs differ by 1.4 %
 _PER_DOUBLING = 0.02  # log_sd added for each doubling outside the measured range
@@ -105,20 +106,20 @@ class Perturbation(NamedTuple):
 
     name: str
     log_sd: float
-    by: Callable[[float], Scenario]
+    by: Callable[[float], PlacedScenario]
 
 
-def sensitivities(scenario: Scenario, strategy: Strategy, partition: Partition) -> Sensitivities:
-    """The sensitivities of log TTFT by source; scenario: per rank."""
-    profile = scenario.profile
+def sensitivities(execution: Execution, partition: Partition) -> Sensitivities:
+    """The sensitivities of log TTFT by source."""
+    profile = execution.placed.profile
     if profile is None:
         return _ROOFLINE
     by_source = dict[ErrorSource, Sensitivity]()
     in_differences = dict[ErrorSource, Sensitivity]()
-    runs = _Runs(scenario, strategy, partition)
-    residual = end_to_end_residual(scenario)
-    sides = engine_sides(scenario)
-    engine = scenario.engine
+    runs = _Runs(execution, partition)
+    residual = end_to_end_residual(execution.placed)
+    sides = engine_sides(execution.placed)
+    engine = execution.placed.engine
     whole = engine is not None and engine.fit is not None and bool(engine.fit.widths)  # fitted to prefills of all kinds
     if residual is not None:
         half_width = math.log1p(residual.p80_ape)
@@ -135,19 +136,17 @@ def sensitivities(scenario: Scenario, strategy: Strategy, partition: Partition) 
                 uncompared = isinstance(source, Part) and source.kind in UNCOMPARED_KINDS and not whole
                 (by_source if uncompared else in_differences)[source] = one
             by_source["model"] = Sensitivity(-sides[0], sides[1])
-        (in_differences if whole else by_source).update(
-            {one.name: runs.to(one) for one in _software(scenario, strategy)}
-        )
-    links = _links(scenario)
-    measured = scenario.links_are_measured
+        (in_differences if whole else by_source).update({one.name: runs.to(one) for one in _software(execution)})
+    links = _links(execution.placed)
+    measured = execution.placed.links_are_measured
     if links.log_sd and not (measured and residual is not None):
         (in_differences if measured and sides is not None else by_source)["links"] = runs.to(links)
-    prefix = _prefix_link(scenario)
+    prefix = _prefix_link(execution.placed)
     if prefix.log_sd:
         by_source[prefix.name] = runs.to(prefix)
-    for kind in unmeasured_layouts(scenario):
+    for kind in unmeasured_layouts(execution.placed):
         by_source[f"{LAYOUT_KINDS[kind]}, not measured"] = Sensitivity.proportional(UNMEASURED_LAYOUT[kind])
-    if beyond := _PER_DOUBLING * doublings_beyond(scenario, profile.valid):
+    if beyond := _PER_DOUBLING * doublings_beyond(execution.placed, profile.valid):
         by_source["extrapolation"] = Sensitivity.proportional(beyond)
     return Sensitivities(by_source=by_source, in_differences=in_differences, ratio_log_sd=ratio_log_sd)
 
@@ -155,19 +154,18 @@ def sensitivities(scenario: Scenario, strategy: Strategy, partition: Partition) 
 class _Runs:
     """Simulations of one strategy with one partition under changed sources."""
 
-    def __init__(self, scenario: Scenario, strategy: Strategy, partition: Partition) -> None:
-        self.scenario = scenario
-        self.strategy = strategy
+    def __init__(self, execution: Execution, partition: Partition) -> None:
+        self.execution = execution
         self.chunks = columns(partition.chunk_lens)
         self._log_s: float | None = None  # log TTFT of the unchanged scenario
 
     def device(self) -> tuple[dict[ErrorSource, Sensitivity], dict[ErrorSource, Sensitivity]]:
         """Sensitivities to each part of the device's time, and to errors of all parts; each source has two columns."""
-        scenario = self.scenario
+        scenario = self.execution.placed
         assert scenario.profile is not None, "a roofline has no measured parts"
         cost, parts = listing(scenario.cost)
         # All pieces of a pipeline have the same parts.
-        build_program(scenario, self.strategy, self.chunks[: 1 if self.strategy.pipeline else None], cost)
+        build_program(self.execution, self.chunks[: 1 if self.execution.strategy.pipeline else None], cost)
         alone = part_errors(scenario.profile, parts)
         together = common_errors(scenario, parts)
         every = {**alone, **together}
@@ -196,19 +194,20 @@ class _Runs:
     def log_s(self) -> float:
         """Log TTFT of the unchanged scenario."""
         if self._log_s is None:
-            self._log_s = self._log_ttft(self.scenario)
+            self._log_s = self._log_ttft(self.execution.placed)
         return self._log_s
 
-    def _log_ttft(self, scenario: Scenario) -> float:
+    def _log_ttft(self, scenario: PlacedScenario) -> float:
         return math.log(self._ttft_s(scenario, self.chunks)[0])
 
-    def _ttft_s(self, scenario: Scenario, chunks: list[Array], cost: CostModel | None = None) -> Array:
+    def _ttft_s(self, scenario: PlacedScenario, chunks: list[Array], cost: CostModel | None = None) -> Array:
         """TTFT of each column. Flows on a bus have fair shares of bandwidth here, because only ratios are needed."""
         cluster = scenario.cluster
         if cluster.shares_bandwidth:
             flows = max(1, cluster.num_gpus - 1)
             cluster = scenario.with_own_links(cluster.link.bandwidth_bytes_per_s / flows).cluster
-        return np.asarray(Runner(scenario, self.strategy, cost=cost, cluster=cluster).finish_s(np.stack(chunks))[-1])
+        runner = Runner(self.execution.on(scenario), cost=cost, cluster=cluster)
+        return np.asarray(runner.finish_s(np.stack(chunks))[-1])
 
 
 def _end(log_sd: float) -> float:
@@ -227,7 +226,7 @@ def end_to_end_residual(scenario: Scenario) -> Residual | None:
     return profile.residual
 
 
-def engine_sides(scenario: Scenario) -> tuple[float, float] | None:
+def engine_sides(scenario: PlacedScenario) -> tuple[float, float] | None:
     """Half-widths of the 80 % interval of log TTFT below and above, from the engine's errors; None: unknown."""
     engine = scenario.engine
     request = scenario.request
@@ -238,7 +237,7 @@ def engine_sides(scenario: Scenario) -> tuple[float, float] | None:
     return engine.sides((*unknowns, LAYOUT) if unmeasured_layouts(scenario) else unknowns)
 
 
-def unmeasured_layouts(scenario: Scenario) -> tuple[str, ...]:
+def unmeasured_layouts(scenario: PlacedScenario) -> tuple[str, ...]:
     """Ways to divide work over GPUs that none of the prefills behind the interval has; scenario: per rank.
 
     Empty if no whole prefills are known, because the interval is then made from the errors of operations.
@@ -285,23 +284,23 @@ def _part_log_sd(profile: CalibrationProfile, part: Part) -> float:
     return fit.interpolated_log_sd if measured and fit.interpolated_log_sd is not None else fit.log_sd
 
 
-def _software(scenario: Scenario, strategy: Strategy) -> Iterator[StartupDelay | Perturbation]:
+def _software(execution: Execution) -> Iterator[StartupDelay | Perturbation]:
     """The terms of the engine, or of the profile's host, that are not known exactly."""
-    host = scenario.host
-    request = scenario.request
-    for term, log_sd in _term_errors(scenario).items():
+    host = execution.placed.host
+    request = execution.request
+    for term, log_sd in _term_errors(execution.placed).items():
         if not log_sd:
             continue
         if term == "request_s":
             yield StartupDelay(_SOURCES[term], host.request_s, log_sd)
         elif term == "token_s":
             yield StartupDelay(_SOURCES[term], host.token_s * request.batch * request.context_len, log_sd)
-        elif term == "step_s" and strategy.pipeline is None and host.prepare_s is None:
+        elif term == "step_s" and execution.strategy.pipeline is None and host.prepare_s is None:
             yield StartupDelay(_SOURCES[term], host.step_s, log_sd)  # a single pass through the layers
-        elif term in _SECONDS and (term != "collective_s" or scenario.group is not None):
+        elif term in _SECONDS and (term != "collective_s" or execution.placed.group is not None):
             seconds = {name: getattr(host, name) for name in _SECONDS[term]}
             if any(seconds.values()):
-                yield Perturbation(_SOURCES[term], log_sd, partial(_with_slower_host, scenario, seconds))
+                yield Perturbation(_SOURCES[term], log_sd, partial(_with_slower_host, execution.placed, seconds))
 
 
 def _term_errors(scenario: Scenario) -> Mapping[str, float]:
@@ -311,12 +310,12 @@ def _term_errors(scenario: Scenario) -> Mapping[str, float]:
     return {} if fit is None else {"layer_s": fit.log_sd}
 
 
-def _with_slower_host(scenario: Scenario, seconds: Mapping[str, float], factor: float) -> Scenario:
+def _with_slower_host(scenario: PlacedScenario, seconds: Mapping[str, float], factor: float) -> PlacedScenario:
     longer = {name: value * factor for name, value in seconds.items()}
     return scenario.with_host(replace(scenario.host, **longer))
 
 
-def _links(scenario: Scenario) -> Perturbation:
+def _links(scenario: PlacedScenario) -> Perturbation:
     """Perturbation of the latency and bandwidth of all links; its error is 0 on one GPU."""
     if scenario.num_gpus == 1:
         log_sd = 0.0
@@ -328,10 +327,10 @@ def _links(scenario: Scenario) -> Perturbation:
     return Perturbation("links", log_sd, scenario.with_slower_links)
 
 
-def _prefix_link(scenario: Scenario) -> Perturbation:
+def _prefix_link(scenario: PlacedScenario) -> Perturbation:
     """Perturbation of the unmeasured bandwidth of a cached prefix; its error is 0 if the prefix is on the GPUs."""
 
-    def by(factor: float) -> Scenario:
+    def by(factor: float) -> PlacedScenario:
         return replace(scenario, prefix_placement=scenario.prefix_placement.slower(scenario.cluster, factor))
 
     return Perturbation("prefix link", 0.0 if scenario.prefix_access_plan.source is None else _NOMINAL_LINKS, by)

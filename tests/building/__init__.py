@@ -19,6 +19,7 @@ from tests.building.scenarios import (
     any_run,
     any_scenario,
     as_measured,
+    executed,
     faster,
     measured_scenarios,
     partitions,

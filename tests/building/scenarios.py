@@ -13,12 +13,13 @@ import numpy as np
 
 from kvrsim.builder import make_scenario
 from kvrsim.choices import PREFIX_PLACEMENTS
-from kvrsim.compile import for_strategy
 from kvrsim.engine import OTHER_GPU, Engine, HostRates
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution, execute, place
 from kvrsim.hardware import SlowGpu, SlowLink, UnevenCluster
 from kvrsim.kernels.prefix import PrefixPlacement
 from kvrsim.kernels.profile import SendStyle
+from kvrsim.placement import PlacedScenario
 from kvrsim.scenario import Partition, Request, Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.layers import supported_prefix_access
@@ -42,7 +43,7 @@ def any_scenario(
     topologies: tuple[str, ...] = ("switch", "chain", "nodes"),
     decades: tuple[float, float] = (7, 12),
     kind: str | None = None,  # a model_type, or "mixed" for layers of different kinds
-) -> Scenario:
+) -> PlacedScenario:
     """A scenario with at least one new token per GPU and up to tokens[1] more; half have a cached prefix."""
     gpus = rng.randint(*num_gpus)
     cluster = any_cluster(rng, gpus, topologies=topologies, decades=decades)
@@ -58,7 +59,7 @@ def any_scenario(
     model = any_mixed_model(rng, layers=layers) if kind == "mixed" else any_model(rng, layers=layers, kind=kind)
     shapes = products_of(model)
     return noted(
-        Scenario(
+        PlacedScenario(
             model=model,
             cluster=cluster,
             request=request,
@@ -68,7 +69,7 @@ def any_scenario(
     )
 
 
-def as_measured(rng: Draws, scenario: Scenario) -> Scenario:
+def as_measured(rng: Draws, scenario: PlacedScenario) -> PlacedScenario:
     """The scenario with rates that only `kvrsim calibrate` measures: sdpa, mask, copies in place, time of a step."""
     profile, gpu = scenario.profile, scenario.cluster.gpu
     if profile is None:
@@ -110,7 +111,7 @@ def any_engine(rng: Draws) -> Engine:
     )
 
 
-def any_divisible(rng: Draws, **options: Any) -> Scenario:
+def any_divisible(rng: Draws, **options: Any) -> PlacedScenario:
     """A scenario whose GPUs and heads can be divided into groups of two and of four."""
     options = {"num_gpus": (4, 4), "layers": (4, 6), "topologies": ("switch", "chain")} | options
     while True:
@@ -120,7 +121,13 @@ def any_divisible(rng: Draws, **options: Any) -> Scenario:
             return scenario
 
 
-def any_placed(rng: Draws, strategy: Strategy, **machine: Any) -> tuple[Scenario, tuple[int, ...]]:
+def executed(scenario: Scenario, strategy: Strategy) -> Execution:
+    """The execution of a strategy on a placed scenario; on another one, with a rank per GPU."""
+    placed = scenario if isinstance(scenario, PlacedScenario) else PlacedScenario.of(scenario)
+    return execute(placed, strategy)
+
+
+def any_placed(rng: Draws, strategy: Strategy, **machine: Any) -> tuple[PlacedScenario, tuple[int, ...]]:
     """A plain random scenario prepared for the strategy, and random chunks; machine: options of any_scenario."""
     placed = any_run(rng, strategy, plain=True, **machine)
     tokens, ranks = placed.request.new_tokens, placed.cluster.num_gpus
@@ -129,7 +136,7 @@ def any_placed(rng: Draws, strategy: Strategy, **machine: Any) -> tuple[Scenario
     return placed, any_partition(rng, tokens, ranks)
 
 
-def any_run(rng: Draws, strategy: Strategy, *, plain: bool = False, **machine: Any) -> Scenario:
+def any_run(rng: Draws, strategy: Strategy, *, plain: bool = False, **machine: Any) -> PlacedScenario:
     """A random scenario prepared for the strategy; machine: options of any_scenario.
 
     Unless plain, it may have slow GPUs and links, hosts that issue messages, expert parallelism and a prefix that must
@@ -157,17 +164,17 @@ def any_run(rng: Draws, strategy: Strategy, *, plain: bool = False, **machine: A
             if kind in ("mixtral", "qwen3_moe") and rng.random() < 0.5 and not plain:
                 scenario = replace(scenario, expert_parallel=True)
             if scenario.request.cached_prefix and rng.random() < 0.5 and not plain:
-                place = rng.choice(PREFIX_PLACEMENTS)
-                rate = log(rng, 6, 13) if place in ("host", "remote") else None
-                scenario = replace(scenario, prefix_placement=PrefixPlacement(place=place, bytes_per_s=rate))
-            placed = for_strategy(scenario, strategy)
+                where = rng.choice(PREFIX_PLACEMENTS)
+                rate = log(rng, 6, 13) if where in ("host", "remote") else None
+                scenario = replace(scenario, prefix_placement=PrefixPlacement(place=where, bytes_per_s=rate))
+            placed = place(scenario, strategy).placed
             placed = maybe(rng, placed, partial(_comparable, rng, placed))
             ways = supported_prefix_access(strategy, placed.prefix_placement, placed.cluster.num_gpus)
             return placed if placed.prefix_placement.place == "all" else replace(placed, prefix_access=rng.choice(ways))
     raise AssertionError(f"{strategy.name} refuses a scenario whose numbers divide")
 
 
-def _comparable(rng: Draws, scenario: Scenario) -> Scenario:
+def _comparable(rng: Draws, scenario: PlacedScenario) -> PlacedScenario:
     """The scenario with hosts, messages and latencies that take a tenth to three times as long as a layer's MLP."""
     costs, tokens = (
         scenario.layer_costs()[0],

@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvrsim
-from kvrsim.compile import build_program, columns, for_strategy, waits_for_ever
+from kvrsim.compile import build_program, columns, waits_for_ever
 from kvrsim.errors import InputError
+from kvrsim.execution import place
 from kvrsim.executors.run import run_program
 from kvrsim.program import AllGather, Op, Recv, RingPass, Send
 from kvrsim.strategies import KVR_E, STRATEGIES, Step, Strategy
-from tests.building import Draws, any_scenario, draws, examples
+from tests.building import Draws, any_scenario, draws, examples, executed
 
 
 def without(kind: type[Op], of_rank: int) -> Strategy:
@@ -65,10 +66,10 @@ def test_a_rank_that_waits_for_ever_is_found(layer: Sequence[Sequence[Op]], stuc
 def test_programs_that_the_executors_end_wait_for_nobody(rng: Draws, name: str) -> None:
     strategy = STRATEGIES[name]
     try:
-        scenario = for_strategy(any_scenario(rng), strategy)
+        scenario = place(any_scenario(rng), strategy).placed
     except InputError:
         return  # the ranks cannot divide the heads
     ranks = scenario.cluster.num_gpus
-    program = build_program(scenario, strategy, columns([64] * ranks))
+    program = build_program(executed(scenario, strategy), columns([64] * ranks))
     assert np.isfinite(run_program(program, scenario.cluster)).all()
     assert [waits_for_ever(layer) for layer in program.layers] == [None] * len(program.layers)

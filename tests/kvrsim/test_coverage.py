@@ -16,6 +16,7 @@ from kvrsim.errors import InputError
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, Product, Tile, sum_costs
 from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.model.load import config_path
+from kvrsim.placement import PlacedScenario
 from kvrsim.scenario import Scenario
 from kvrsim.units import scale
 
@@ -73,7 +74,8 @@ def products_s(scenario: Scenario) -> Any:
     assert scenario.profile is not None
     elementwise = scale(scenario.profile.kernels.elementwise, 1e-12)
     kernels = replace(scenario.profile.kernels, elementwise=elementwise)
-    (costs,) = replace(scenario, profile=replace(scenario.profile, kernels=kernels)).layer_costs()
+    changed = replace(scenario, profile=replace(scenario.profile, kernels=kernels))
+    (costs,) = PlacedScenario.of(changed).layer_costs()
     return costs.qkv_s(CHUNK) + costs.output_mlp_s(CHUNK)
 
 
@@ -87,10 +89,12 @@ def test_products_take_their_types_time(tmp_path: Path) -> None:
     shapes = (Product(4096, 6144), Product(4096, 4096), Product(4096, 28672), Product(14336, 4096))
     assert products_s(fp8) == pytest.approx(rates.seconds(CHUNK, shapes, width), rel=1e-6)
     assert products_s(fp8)[1] < 0.62 * products_s(plain)[1]
-    head = fp8.share.lm_head
+    head = PlacedScenario.of(fp8).share.lm_head
     logits = Product(head.in_features, head.out_features, compute=head.compute)
-    assert fp8.cost.head_s(CHUNK, logits) == pytest.approx(plain.cost.head_s(CHUNK, logits))
-    for one, other in zip(fp8.layer_costs(), plain.layer_costs(), strict=True):
+    assert PlacedScenario.of(fp8).cost.head_s(CHUNK, logits) == pytest.approx(
+        PlacedScenario.of(plain).cost.head_s(CHUNK, logits)
+    )
+    for one, other in zip(PlacedScenario.of(fp8).layer_costs(), PlacedScenario.of(plain).layer_costs(), strict=True):
         assert one.mixer.attention_s(CHUNK, CHUNK) == pytest.approx(other.mixer.attention_s(CHUNK, CHUNK))
         assert one.mixer.cache_bytes(CHUNK) == pytest.approx(other.mixer.cache_bytes(CHUNK))
     assert len(notes) == 1
@@ -102,7 +106,7 @@ def test_inputs_are_quantised_by_kernels_of_their_own(tmp_path: Path) -> None:
     kernels, other = [], tmp_path / "other"
     other.mkdir()
     for model in ("llama-3-8b", quantized(tmp_path, AWQ), quantized(other, FP8)):
-        (costs,) = made(profile_with(), model=model)[0].layer_costs()
+        (costs,) = PlacedScenario.of(made(profile_with(), model=model)[0]).layer_costs()
         kernels.append(costs.kernels)
     plain, awq, fp8 = kernels
     assert awq == plain
@@ -148,7 +152,11 @@ def test_part_of_a_layer_may_be_quantised(tmp_path: Path) -> None:
     plain, _ = made(profile, model="llama-3-8b")
     whole, _ = made(profile, model=quantized(tmp_path, FP8))
     part, notes = made(profile, model=quantized(tmp_path, FP8 | {"modules_to_not_convert": ["self_attn"]}))
-    (costs,), (all_fp8,), (none,) = part.layer_costs(), whole.layer_costs(), plain.layer_costs()
+    (costs,), (all_fp8,), (none,) = (
+        PlacedScenario.of(part).layer_costs(),
+        PlacedScenario.of(whole).layer_costs(),
+        PlacedScenario.of(plain).layer_costs(),
+    )
     assert costs.qkv_s(CHUNK) == pytest.approx(none.qkv_s(CHUNK))
     assert all_fp8.output_mlp_s(CHUNK)[1] < costs.output_mlp_s(CHUNK)[1] < none.output_mlp_s(CHUNK)[1]
     assert "some products of the layers in FP8" in notes[0]
@@ -197,15 +205,15 @@ def test_the_roofline_knows_fp8(tmp_path: Path) -> None:
     product, large = Product(4096, 4096), np.array([1e6])
     low = product._replace(compute="fp8")
     for scenario in (fp8, file):
-        assert scenario.cost.row_cost((low,), ())(large) == pytest.approx(
-            plain.cost.row_cost((product,), ())(large) / 2
+        assert PlacedScenario.of(scenario).cost.row_cost((low,), ())(large) == pytest.approx(
+            PlacedScenario.of(plain).cost.row_cost((product,), ())(large) / 2
         )
-        (costs,), (other,) = scenario.layer_costs(), plain.layer_costs()
+        (costs,), (other,) = PlacedScenario.of(scenario).layer_costs(), PlacedScenario.of(plain).layer_costs()
         assert costs.mixer.attention_s(CHUNK, CHUNK) == pytest.approx(other.mixer.attention_s(CHUNK, CHUNK))
         assert costs.qkv_s(CHUNK)[1] < other.qkv_s(CHUNK)[1]
     few = np.array([1e-9])
     four_bits = product._replace(compute="int4_wo")
-    read_s = [plain.cost.row_cost((one,), ())(few).item() for one in (product, four_bits)]
+    read_s = [PlacedScenario.of(plain).cost.row_cost((one,), ())(few).item() for one in (product, four_bits)]
     assert read_s[1] == pytest.approx(read_s[0] * (0.5 + 2 / 128) / 2)
 
 

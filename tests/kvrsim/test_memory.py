@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvrsim
-from kvrsim.compile import for_strategy
+from kvrsim.execution import place
 from kvrsim.io.schema import JsonObject
 from kvrsim.memory import EAGER_SCORE_PEAK_BYTES, fits, memory_of
 from kvrsim.model.load import config_path, read_config
@@ -23,7 +23,7 @@ from kvrsim.program import Op, Recv, Send
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Step
 from kvrsim.strategies.gather import pieces
-from tests.building import Draws, any_partition, any_scenario, draws, examples
+from tests.building import Draws, any_partition, any_scenario, draws, examples, executed
 
 KVR, TSP, SINGLE = STRATEGIES["kvr-s"], STRATEGIES["tsp"], STRATEGIES["single"]
 
@@ -39,7 +39,7 @@ def test_the_total_is_what_is_held_and_the_largest_moment(rng: Draws) -> None:
     tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
     cut = Partition(chunk_lens=any_partition(rng, tokens, ranks))
     for strategy in (KVR, TSP):
-        parts = memory_of(scenario, strategy, cut)
+        parts = memory_of(executed(scenario, strategy), cut)
         assert len(parts) == ranks
         for part in parts:
             assert min(asdict(part).values()) >= 0
@@ -61,8 +61,8 @@ def test_what_fits_in_a_share_of_the_memory_fits_in_a_larger_one(rng: Draws, low
     scenario = any_scenario(rng, num_gpus=(1, 5))
     cut = Partition(chunk_lens=any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus))
     less, more = (replace(scenario, memory_fraction=fraction) for fraction in (low, high))
-    parts = memory_of(less, KVR, cut)
-    assert parts == memory_of(more, KVR, cut)
+    parts = memory_of(executed(less, KVR), cut)
+    assert parts == memory_of(executed(more, KVR), cut)
     assert fits(more, parts) or not fits(less, parts)
 
 
@@ -119,8 +119,8 @@ def test_two_pieces_a_rank_hold_what_their_positions_say(rng: Draws, cached: int
     scenario = scenario_of(**about, model=small_model(), profile="a100-eager")
     cut = Partition(chunk_lens=tuple(chunks))
     token, layers, heads = 256, 4, 4
-    zigzag = memory_of(scenario, STRATEGIES["zigzag"], cut)
-    chains = memory_of(scenario, TWO_CHAINS, cut)
+    zigzag = memory_of(executed(scenario, STRATEGIES["zigzag"]), cut)
+    chains = memory_of(executed(scenario, TWO_CHAINS), cut)
     for rank, (early, late) in enumerate(pieces_of(chunks, cached)):
         everything = cached + sum(chunks)
         scores = max(len(piece) * piece.stop for piece in (early, late)) * heads * EAGER_SCORE_PEAK_BYTES
@@ -143,7 +143,7 @@ def small_model() -> ModelSpec:
 def test_split_strategies_keep_every_token_once(name: str) -> None:
     """All ranks together keep K and V of each token once; with Ulysses a rank has all tokens, but not all heads."""
     scenario = scenario_of("4k", 4)
-    parts = memory_of(scenario, STRATEGIES[name], Partition.even(4096, 4))
+    parts = memory_of(executed(scenario, STRATEGIES[name]), Partition.even(4096, 4))
     assert sum(part.kv_cache for part in parts) == 4096 * 2**19
     queries = 4096 if name == "ulysses" else 1024
     keys, heads = (4096, 8) if name == "ulysses" else (1024, 32)
@@ -154,11 +154,11 @@ def test_split_strategies_keep_every_token_once(name: str) -> None:
 def test_rings_hold_results_in_fp32(name: str) -> None:
     """A ring needs 18 bytes per element besides Q, K, V, output and two residual streams; else the MLP needs more."""
     scenario = scenario_of("4k", 4)
-    ring, even = (memory_of(scenario, STRATEGIES[one], Partition.even(4096, 4)) for one in (name, "kvr-e"))
+    ring, even = (memory_of(executed(scenario, STRATEGIES[one]), Partition.even(4096, 4)) for one in (name, "kvr-e"))
     assert {part.activations for part in ring} == {1024 * 4096 * ((2 + 4) * 2 + 18)}
     assert {part.activations for part in even} == {1024 * (2 * 4096 + 3 * 11008) * 2}
-    alone = memory_of(scenario.on_gpus(1), STRATEGIES[name], Partition(chunk_lens=(4096,)))
-    assert alone == memory_of(scenario.on_gpus(1), STRATEGIES["single"], Partition(chunk_lens=(4096,)))
+    alone = memory_of(executed(scenario.on_gpus(1), STRATEGIES[name]), Partition(chunk_lens=(4096,)))
+    assert alone == memory_of(executed(scenario.on_gpus(1), STRATEGIES["single"]), Partition(chunk_lens=(4096,)))
 
 
 def test_the_eager_score_matrix() -> None:
@@ -166,20 +166,20 @@ def test_the_eager_score_matrix() -> None:
     scenario = scenario_of(10, 2)
     cut = Partition(chunk_lens=(7, 3))
     for strategy, keys in ((KVR, (7, 10)), (TSP, (10, 10))):
-        scores = [part.scores for part in memory_of(scenario, strategy, cut)]
+        scores = [part.scores for part in memory_of(executed(scenario, strategy), cut)]
         assert scores == [32 * chunk * kv * EAGER_SCORE_PEAK_BYTES for chunk, kv in zip((7, 3), keys, strict=True)]
     flash = scenario_of(10, 2, profile="roofline", attention="flash")
-    assert all(part.scores == 0 for part in memory_of(flash, KVR, cut))
+    assert all(part.scores == 0 for part in memory_of(executed(flash, KVR), cut))
 
 
 def test_batch_and_cached_prefix_count() -> None:
-    one = memory_of(scenario_of("4k", 2), KVR, Partition.even(4096, 2))
-    two = memory_of(scenario_of("4k", 2, batch=2), KVR, Partition.even(4096, 2))
+    one = memory_of(executed(scenario_of("4k", 2), KVR), Partition.even(4096, 2))
+    two = memory_of(executed(scenario_of("4k", 2, batch=2), KVR), Partition.even(4096, 2))
     for single, double in zip(one, two, strict=True):
         assert double.kv_cache == 2 * single.kv_cache
         assert double.scores == 2 * single.scores
         assert double.weights == single.weights
-    cached = memory_of(scenario_of("4k", 2, cached_prefix="2k"), KVR, Partition.even(2048, 2))
+    cached = memory_of(executed(scenario_of("4k", 2, cached_prefix="2k"), KVR), Partition.even(2048, 2))
     assert [part.kv_cache for part in cached] == [3072 * 2**19, 4096 * 2**19]
 
 
@@ -189,7 +189,7 @@ def test_tsp_holds_more_than_kvr_on_every_rank(rng: Draws) -> None:
     """The last KVR rank also keeps all K and V; the earlier ranks keep less."""
     scenario = any_scenario(rng, num_gpus=(2, 6))
     cut = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus)
-    kvr, tsp = (memory_of(scenario, strategy, cut) for strategy in (KVR, TSP))
+    kvr, tsp = (memory_of(executed(scenario, strategy), cut) for strategy in (KVR, TSP))
     for rank, (less, more) in enumerate(zip(kvr, tsp, strict=True)):
         assert less.total < more.total
         assert less.scores <= more.scores
@@ -204,23 +204,23 @@ def test_the_papers_machine() -> None:
     spare. Further memory of the paper's code (fragmentation, copies) is not known and not modelled.
     """
     scenario = scenario_of("16k", 2)
-    kvr = memory_of(scenario, KVR, Partition(chunk_lens=(9728, 6656)))  # the paper's chunks
-    tsp = memory_of(scenario, TSP, Partition.even(16384, 2))
+    kvr = memory_of(executed(scenario, KVR), Partition(chunk_lens=(9728, 6656)))  # the paper's chunks
+    tsp = memory_of(executed(scenario, TSP), Partition.even(16384, 2))
     assert [part.total / 1e9 for part in kvr] == pytest.approx([49.9, 58.1], abs=0.1)
     assert [part.total / 1e9 for part in tsp] == pytest.approx([66.3, 66.3], abs=0.1)
     assert fits(scenario, kvr)
     assert fits(scenario, tsp)
     single = scenario_of("12k", 1)
-    assert fits(single, memory_of(single, SINGLE, Partition(chunk_lens=(12288,))))
+    assert fits(single, memory_of(executed(single, SINGLE), Partition(chunk_lens=(12288,))))
     larger = scenario_of("16k", 1)
-    assert not fits(larger, memory_of(larger, SINGLE, Partition(chunk_lens=(16384,))))
+    assert not fits(larger, memory_of(executed(larger, SINGLE), Partition(chunk_lens=(16384,))))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_bytes_an_element(dtype: str) -> None:
     """With fp8, weights of the layers have one byte, and each column four more; all other elements have two bytes."""
     scenario = scenario_of("1k", 1, cluster="h100-nvlink", profile="roofline", dtype=dtype)
-    (part,) = memory_of(scenario, SINGLE, Partition(chunk_lens=(1024,)))
+    (part,) = memory_of(executed(scenario, SINGLE), Partition(chunk_lens=(1024,)))
     matrices, columns = 32 * (4 * 4096 * 4096 + 3 * 4096 * 11008), 32 * (5 * 4096 + 2 * 11008)
     saved = matrices - 4 * columns if dtype == "fp8" else 0
     assert part.weights == 2 * scenario.model.num_parameters - saved
@@ -238,9 +238,9 @@ def test_a_quantised_model_needs_less(tmp_path: Path) -> None:
         parts = []
         for model in ("llama-3-8b", path):
             scenario = scenario_of("1k", gpus, model=model)
-            inside = for_strategy(scenario, STRATEGIES["tp"]) if name == "tp" else scenario
+            inside = place(scenario, STRATEGIES["tp"]).placed if name == "tp" else scenario
             chunks = cut if name in ("pp", "kvr-s") else Partition(chunk_lens=(1024,))
-            parts.append(memory_of(inside, STRATEGIES.get(name, SINGLE), chunks))
+            parts.append(memory_of(executed(inside, STRATEGIES.get(name, SINGLE)), chunks))
         for plain, small in zip(*parts, strict=True):
             assert 0.5 * plain.weights < small.weights < 0.65 * plain.weights
             assert small.kv_cache * 2 == plain.kv_cache

@@ -20,7 +20,7 @@ from kvrsim.noise import Noise, NoiseDraw
 from kvrsim.program import Array, Compute, Op, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
-from tests.building import Draws, any_rows, any_run, draws, examples
+from tests.building import Draws, any_rows, any_run, draws, examples, executed
 from tests.building.programs import small_cluster, small_program
 
 HYBRIDS = (
@@ -55,10 +55,10 @@ def rounding_s(program: Program, cluster: Cluster) -> Array:
 
 def assert_executors_agree(scenario: Scenario, strategy: Strategy, rows: list[tuple[int, ...]]) -> None:
     """The executor that Runner chooses, the one for any program, and the event executor must give the same times."""
-    program = build_program(scenario, strategy, columns(rows))
+    program = build_program(executed(scenario, strategy), columns(rows))
     program_s = run_program(program, scenario.cluster)  # first, because it must not change the program
     finish_s = event_finish_s(program, scenario.cluster)
-    runner = Runner(scenario, strategy)
+    runner = Runner(executed(scenario, strategy))
     chunks = np.stack(columns(rows))
     last_s = runner.finish_s(chunks, last_only=True)[-1]
     errors_s = np.abs(np.array([runner.finish_s(chunks), program_s]) - finish_s)
@@ -123,8 +123,10 @@ def test_a_ring_of_equal_chunks_is_one_rank_s_work_shifted(name: str, rng: Draws
     ranks = scenario.cluster.num_gpus
     equal = (max(1, scenario.request.new_tokens // ranks),) * ranks
     uneven = any_rows(rng, scenario, strategy, 1)[0]
-    alone = build_program(scenario, strategy, columns([equal]))
-    beside = build_program(scenario, strategy, columns([equal, uneven, (1, *equal[1:])]))  # priced rank by rank
+    alone = build_program(executed(scenario, strategy), columns([equal]))
+    beside = build_program(
+        executed(scenario, strategy), columns([equal, uneven, (1, *equal[1:])])
+    )  # priced rank by rank
     finish_s = run_program(alone, scenario.cluster)
     assert finish_s[:, 0] == pytest.approx(run_program(beside, scenario.cluster)[:, 0], rel=1e-12, abs=0)
     assert finish_s == pytest.approx(event_finish_s(alone, scenario.cluster), rel=1e-9, abs=0)
@@ -144,7 +146,7 @@ def test_a_ring_of_equal_chunks_prices_as_many_blocks_as_ranks(name: str, monkey
         priced.clear()
         scenario = make_scenario(model="llama-3.1-8b", cluster=f"{ranks // 8}x8xh100", ctx=64 * 256)[0]
         strategy = get_strategy(name)
-        build_program(scenario, strategy, columns([(64 * 256 // ranks,) * ranks]))
+        build_program(executed(scenario, strategy), columns([(64 * 256 // ranks,) * ranks]))
         assert sum(priced) <= 2 * (ranks - 1)
 
 
@@ -153,7 +155,7 @@ def test_a_bus_can_amplify_rounding() -> None:
     rng, strategy = random.Random(343), get_strategy("zigzag")
     scenario = any_run(rng, strategy, topologies=("bus",), layers=(12, 32))
     rows = any_rows(rng, scenario, strategy, 3)
-    program = build_program(scenario, strategy, columns(rows))
+    program = build_program(executed(scenario, strategy), columns(rows))
     finish_s = event_finish_s(program, scenario.cluster)
     assert (rounding_s(program, scenario.cluster) > 1e-5 * finish_s).any()
     assert (np.abs(run_program(program, scenario.cluster) - finish_s) > 1e-5 * finish_s).any()
@@ -167,7 +169,7 @@ def test_a_batch_equals_its_rows(name: str, rng: Draws) -> None:
     strategy = get_strategy(name)
     scenario = any_run(rng, strategy)
     rows = any_rows(rng, scenario, strategy, rng.randint(2, 8))
-    together = Runner(scenario, strategy).finish_s(np.stack(columns(rows)))
+    together = Runner(executed(scenario, strategy)).finish_s(np.stack(columns(rows)))
     for column, row in enumerate(rows):
-        alone = Runner(scenario, strategy).finish_s(np.stack(columns(row)))[:, 0]
+        alone = Runner(executed(scenario, strategy)).finish_s(np.stack(columns(row)))[:, 0]
         assert together[:, column] == pytest.approx(alone, rel=1e-12, abs=0)

@@ -12,8 +12,9 @@ from hypothesis import given
 
 import kvrsim
 from kvrsim.builder import make_scenario
-from kvrsim.compile import build_program, columns, for_strategy
+from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
+from kvrsim.execution import place
 from kvrsim.memory import memory_of
 from kvrsim.program import AllToAll, Compute, Program
 from kvrsim.scenario import Partition, Scenario
@@ -21,7 +22,7 @@ from kvrsim.strategies import get_strategy
 from planner.plan import make_plan
 from planner.search.search import search
 from planner.table.table import TableSetting
-from tests.building import Draws, any_divisible, any_partition, draws, examples
+from tests.building import Draws, any_divisible, any_partition, draws, examples, executed
 
 NAMES = ("kvr-s", "tsp", "zigzag", "ring", "ulysses", "tp", "tp2+kvr-s")
 QWEN: dict[str, Any] = {"model": "qwen3-30b-a3b", "cluster": "h100-nvlink", "gpus": 4, "ctx": "8k"}
@@ -31,12 +32,12 @@ def spread(rng: Draws, name: str) -> tuple[Scenario, tuple[int, ...]]:
     """A random mixture-of-experts model on four GPUs, and random chunks."""
     scenario = any_divisible(rng, kind=rng.choice(["mixtral", "qwen3_moe"]))
     imbalance = rng.choice([None, 1.0, 1.7])
-    placed = for_strategy(replace(scenario, expert_parallel=True, expert_imbalance=imbalance), get_strategy(name))
+    placed = place(replace(scenario, expert_parallel=True, expert_imbalance=imbalance), get_strategy(name)).placed
     return placed, any_partition(rng, placed.request.new_tokens, placed.cluster.num_gpus)
 
 
 def program_of(scenario: Scenario, name: str, cut: tuple[int, ...]) -> Program:
-    return build_program(scenario, get_strategy(name), columns(cut))
+    return build_program(executed(scenario, get_strategy(name)), columns(cut))
 
 
 @pytest.mark.slow
@@ -70,14 +71,14 @@ def test_each_expert_is_held_once(rng: Draws) -> None:
     """All GPUs together hold each expert once, with and without groups; other weights do not change."""
     for name in ("kvr-s", "tp", "tp2+kvr-s"):
         placed, cut = spread(rng, name)
-        whole = for_strategy(replace(placed.on_gpus(1), group=None), get_strategy("single")).model
+        whole = place(replace(placed.on_gpus(1), group=None), get_strategy("single")).placed.model
         width = placed.request.dtype_bytes
         experts = sum(
             layer.num_experts * sum(gemm.weight_bytes(width) for gemm in layer.mlp)
             for layer in whole.layers
             if layer.num_experts
         )
-        parts = memory_of(placed, get_strategy(name), Partition(chunk_lens=cut))
+        parts = memory_of(executed(placed, get_strategy(name)), Partition(chunk_lens=cut))
         share = placed.share
         others = sum(
             layer.num_experts * sum(gemm.weight_bytes(width) for gemm in layer.mlp)
@@ -108,10 +109,10 @@ def test_groups_send_nothing_more() -> None:
         for one in (False, True)
     )
     for scenario in (sliced, whole):
-        placed = for_strategy(scenario, get_strategy("tp"))
+        placed = place(scenario, get_strategy("tp")).placed
         ops = [op for _, op in program_of(placed, "tp", (placed.request.new_tokens,)).ops(0)]
         assert not any(isinstance(op, AllToAll) for op in ops)
-    one, other = (for_strategy(scenario, get_strategy("tp")).share for scenario in (sliced, whole))
+    one, other = (place(scenario, get_strategy("tp")).placed.share for scenario in (sliced, whole))
     assert one.weight_bytes(2) == pytest.approx(other.weight_bytes(2))
     assert {layer.num_experts for layer in one.layer_kinds} == {128}
     assert {layer.num_experts for layer in other.layer_kinds} == {32}
@@ -119,9 +120,9 @@ def test_groups_send_nothing_more() -> None:
 
 def test_kvr_s_is_searched_without_a_bound() -> None:
     scenario, notes = make_scenario(**QWEN | {"ctx": "2k"}, expert_parallel=True)
-    result = search(scenario, get_strategy("kvr-s"))
+    result = search(executed(scenario, get_strategy("kvr-s")))
     assert result.lower_bound_s is None
-    even = search(scenario, get_strategy("kvr-s"), method="analytical").ttft_s
+    even = search(executed(scenario, get_strategy("kvr-s")), method="analytical").ttft_s
     assert result.ttft_s <= even
     plan = make_plan(scenario, strategies=["kvr-s", "kvr-e"])
     assert (plan.bounds.lower_bound_s, plan.bounds.gap, plan.bounds.best) == (None, None, None)

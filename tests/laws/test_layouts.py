@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 
 from kvrsim.builder import make_scenario
-from kvrsim.compile import build_program, columns, for_strategy, layout_of
+from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
+from kvrsim.execution import layout_of, place
 from kvrsim.executors.run import run_partition
 from kvrsim.layout import Degrees, Layout, layout_on, parse_degrees
 from kvrsim.memory import memory_of
@@ -19,7 +20,7 @@ from kvrsim.program import Collective, Compute
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from planner.candidates import Search
-from tests.building import Draws, any_divisible, draws, examples
+from tests.building import Draws, any_divisible, draws, examples, executed
 from tests.building.scenarios import any_rows
 
 QWEN: dict[str, Any] = {"model": "qwen3-30b-a3b", "cluster": "h100-nvlink", "ctx": "4k", "gpus": 8}
@@ -40,7 +41,7 @@ NAMES = (
 
 
 def on_eight(name: str, **more: Any) -> Scenario:
-    return for_strategy(make_scenario(**QWEN | more)[0], get_strategy(name))
+    return place(make_scenario(**QWEN | more)[0], get_strategy(name)).placed
 
 
 @given(rng=draws())
@@ -86,7 +87,7 @@ def test_the_gpus_hold_the_model(name: str) -> None:
     strategy, layout = get_strategy(name), scenario.layout
     assert layout is not None
     cut = any_rows(np.random.default_rng(0), scenario, strategy, 1)[0] if strategy.pipeline is None else (2048, 2048)
-    parts = memory_of(scenario, strategy, Partition(chunk_lens=cut))
+    parts = memory_of(executed(scenario, strategy), Partition(chunk_lens=cut))
     assert len(parts) == layout.num_gpus == 8
     width, model = scenario.request.dtype_bytes, scenario.model
     experts = sum(layer.num_experts * sum(gemm.weight_bytes(width) for gemm in layer.mlp) for layer in model.layers)
@@ -106,12 +107,13 @@ def test_the_executors_agree(rng: Draws) -> None:
     scenario = replace(any_divisible(rng, kind=rng.choice(["mixtral", "qwen3_moe"])), expert_imbalance=None)
     strategy = get_strategy(name)
     try:
-        placed = for_strategy(scenario, strategy)
+        placed = place(scenario, strategy).placed
     except InputError:
         return
     for cut in any_rows(rng, placed, strategy, 2):
         batch, event = (
-            run_partition(placed, strategy, Partition(chunk_lens=cut), executor=kind) for kind in ("batch", "event")
+            run_partition(executed(placed, strategy), Partition(chunk_lens=cut), executor=kind)
+            for kind in ("batch", "event")
         )
         assert batch.finish_s == pytest.approx(event.finish_s, rel=1e-9)
 
@@ -120,7 +122,7 @@ def test_all_tokens_go_round_twice_in_a_layer() -> None:
     """A layer has an all-gather of the tokens and a reduce-scatter of the experts' results, each with a ring's time."""
     scenario = on_eight("dp8+ep8")
     strategy = get_strategy("dp8+ep8")
-    program = build_program(scenario, strategy, columns((4096,)))
+    program = build_program(executed(scenario, strategy), columns((4096,)))
     ops = program.layers[0][0]
     exchanges = [op for op in ops if isinstance(op, Collective) and op.name in ("all-gather", "reduce-scatter")]
     nbytes = 4096 * scenario.model.hidden_size * 2
@@ -137,7 +139,7 @@ def test_a_prompt_per_data_group() -> None:
     """With eight prompts on eight data groups, a GPU attends to one prompt, and its experts process tokens of all."""
     one, eight = (on_eight("dp8+ep8", batch=batch) for batch in (1, 8))
     assert (one.request.batch, eight.request.batch) == (1, 1)
-    programs = [build_program(placed, get_strategy("dp8+ep8"), columns((4096,))) for placed in (one, eight)]
+    programs = [build_program(executed(placed, get_strategy("dp8+ep8")), columns((4096,))) for placed in (one, eight)]
     own, others = ({op.name: op for op in program.layers[0][0] if isinstance(op, Compute)} for program in programs)
     assert own["attention"].device_s == pytest.approx(others["attention"].device_s, rel=0.05)  # the GPU clock may drop
     assert 4 * own["experts"].device_s < others["experts"].device_s < 8.5 * own["experts"].device_s

@@ -23,7 +23,7 @@ from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.plan import make_plan
 from planner.simulate import run_simulation
 from planner.uncertainty.noise import Disturbance
-from tests.building import Draws, any_partition, any_placed, any_scenario, draws, examples
+from tests.building import Draws, any_partition, any_placed, any_scenario, draws, examples, executed
 from validate.figures import Predictions, Scope, increases
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -37,7 +37,7 @@ ROUNDED = 1e-9  # tolerance for slots whose start is a difference of large times
 def program_of(rng: Draws, name: str, **kind: Any) -> tuple[Scenario, Program]:
     scenario = any_scenario(rng, num_gpus=(2, 5), layers=(1, 4), **kind)
     cut = any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
-    return scenario, build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in cut])
+    return scenario, build_program(executed(scenario, STRATEGIES[name]), [np.array([float(chunk)]) for chunk in cut])
 
 
 def noise_of(rng: Draws, ttft_s: float) -> Noise:
@@ -62,7 +62,7 @@ def quiet_s(scenario: Scenario, program: Program) -> Array:
 def test_both_executors_agree_sample_by_sample(name: str, rng: Draws, seed: int) -> None:
     strategy = get_strategy(name)
     placed, cut = any_placed(rng, strategy, topologies=rng.choice([("switch", "chain", "nodes"), ("bus",)]))
-    program = build_program(placed, strategy, columns(cut))
+    program = build_program(executed(placed, strategy), columns(cut))
     noise = noise_of(rng, float(run_program(program, placed.cluster).max()))
     if placed.cluster.shares_bandwidth:
         noise = replace(noise, side_traffic=None)
@@ -80,7 +80,7 @@ def test_partitions_under_noise_are_independent(name: str, rng: Draws, seed: int
     strategy = get_strategy(name)
     placed, cut = any_placed(rng, strategy)
     cuts = [cut, *(any_partition(rng, placed.request.new_tokens, len(cut)) for _ in range(2))]
-    programs = [build_program(placed, strategy, columns(one)) for one in (cuts, *([one] for one in cuts))]
+    programs = [build_program(executed(placed, strategy), columns(one)) for one in (cuts, *([one] for one in cuts))]
     noise = noise_of(rng, float(quiet_s(placed, programs[0]).max()))
     draw = NoiseDraw(noise, programs[0].num_ranks, seed=seed, samples=range(3))
     together, *alone = (run_batch(program, placed.cluster, draw) for program in programs)
@@ -168,7 +168,7 @@ def test_slow_gpus_and_links_only_delay(rng: Draws) -> None:
     uneven = Disturbance(noise=noise).with_fixed_part(scenario)
     cut = [np.array([float(chunk)]) for chunk in any_partition(rng, scenario.request.new_tokens, ranks)]
     for name in SHARED:
-        even_program, program = (build_program(one, STRATEGIES[name], cut) for one in (scenario, uneven))
+        even_program, program = (build_program(executed(one, STRATEGIES[name]), cut) for one in (scenario, uneven))
         slow_s = run_batch(program, uneven.cluster)[:, 0]
         assert (slow_s >= run_batch(even_program, scenario.cluster)[:, 0] * (1 - EXACT)).all()
 

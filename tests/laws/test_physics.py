@@ -29,6 +29,7 @@ from tests.building import (
     as_measured,
     draws,
     examples,
+    executed,
     faster,
     scenarios,
 )
@@ -126,7 +127,7 @@ def test_a_rank_takes_at_least_its_own_work(rng: Draws) -> None:
     cut = any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
     for name in ("tsp", "kvr-e"):
         result = run_simulation(scenario, strategy=name, search=Search(partition=cut))
-        program = build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in cut])
+        program = build_program(executed(scenario, STRATEGIES[name]), [np.array([float(chunk)]) for chunk in cut])
         for rank in result.per_rank:
             ops = [op for _, op in program.ops(rank.rank)]
             device_s = sum(op.device_s.item() for op in ops if isinstance(op, Compute))
@@ -148,6 +149,9 @@ def test_links_that_cost_nothing_are_the_best(rng: Draws) -> None:
     scenario = any_scenario(rng, num_gpus=(2, 5))
     strategy = STRATEGIES["kvr-s"]
     cut = np.array([any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)], dtype=float)
-    free = Evaluator(scenario.without_communication(), strategy).ttft_s(cut)
-    assert free <= Evaluator(scenario, strategy).ttft_s(cut) * EXACT
-    assert search(scenario.without_communication(), strategy).ttft_s <= search(scenario, strategy).ttft_s * SEARCHED
+    free = Evaluator(executed(scenario.without_communication, strategy)).ttft_s(cut)
+    assert free <= Evaluator(executed(scenario, strategy)).ttft_s(cut) * EXACT
+    assert (
+        search(executed(scenario.without_communication, strategy)).ttft_s
+        <= search(executed(scenario, strategy)).ttft_s * SEARCHED
+    )

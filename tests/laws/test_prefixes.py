@@ -15,23 +15,24 @@ from kvrsim.errors import InputError
 from kvrsim.executors.batch import run_batch
 from kvrsim.kernels.prefix import PrefixPlacement
 from kvrsim.memory import memory_of
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import loaded_bytes
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from kvrsim.strategies.layers import placement_refusal, supported_prefix_access
-from planner.candidates import per_rank_scenario
+from planner.candidates import execution_of
 from planner.search.bound import lower_bound_s
-from tests.building import Draws, any_partition, any_placed, any_scenario, draws, examples
+from tests.building import Draws, any_partition, any_placed, any_scenario, draws, examples, executed
 
 ELSEWHERE: tuple[PrefixPlace, ...] = PREFIX_PLACEMENTS[1:]
 NAMES = tuple(name for name in STRATEGIES if name not in ("kvr-e", "kvr-p", "single", "pp-s"))
 
 
 def ttft_s(scenario: Scenario, strategy: Strategy, cut: tuple[int, ...]) -> float:
-    return float(run_batch(build_program(scenario, strategy, columns(cut)), scenario.cluster)[-1, 0])
+    return float(run_batch(build_program(executed(scenario, strategy), columns(cut)), scenario.cluster)[-1, 0])
 
 
-def placed_at(scenario: Scenario, strategy: Strategy, rng: Draws, place: PrefixPlace) -> Scenario | None:
+def placed_at(scenario: PlacedScenario, strategy: Strategy, rng: Draws, place: PrefixPlace) -> PlacedScenario | None:
     """The scenario with a prefix in this place and a random access to it, or None if the strategy refuses it."""
     rate = 10.0 ** rng.uniform(6, 13) if place in ("host", "remote") and rng.random() < 0.8 else None
     placement = PrefixPlacement(place=place, bytes_per_s=rate)
@@ -67,7 +68,7 @@ def test_bounds_hold_wherever_the_prefix_lies(rng: Draws) -> None:
     if scenario.chain_is_proven:
         cut = any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus)
         found_s = ttft_s(scenario, strategy, cut)
-        assert lower_bound_s(scenario, strategy, 1.5 * found_s) <= found_s * (1 + 1e-9)
+        assert lower_bound_s(executed(scenario, strategy), 1.5 * found_s) <= found_s * (1 + 1e-9)
 
 
 @given(rng=draws())
@@ -108,7 +109,7 @@ def test_bytes_are_conserved(rng: Draws) -> None:
     layers = scenario.layer_costs()
     prefix = sum(float(layers[kind].prefix_bytes[0]) for kind in scenario.share.layer_kind_index)
     cut = any_partition(rng, scenario.request.new_tokens, ranks)
-    loaded = sum(loaded_bytes(build_program(scenario, strategy, columns(cut)), rank) for rank in range(ranks))
+    loaded = sum(loaded_bytes(build_program(executed(scenario, strategy), columns(cut)), rank) for rank in range(ranks))
     wanted = {
         ("all", "pass-kv"): (ranks - 1) * prefix,
         ("loaded", "whole"): ranks * prefix,
@@ -125,14 +126,11 @@ def test_a_sharded_prefix_needs_less_memory(name: str) -> None:
     strategy, cut = STRATEGIES[name], Partition.even(4096, 8)
     peaks = {}
     for place in ("all", "sharded"):
-        scenario = per_rank_scenario(make_scenario(**about, prefix_placement=place)[0], strategy)
+        scenario = execution_of(make_scenario(**about, prefix_placement=place)[0], strategy).placed
         for access in supported_prefix_access(strategy, scenario.prefix_placement, 8):
-            rank = memory_of(replace(scenario, prefix_access=access), strategy, cut)[0]
+            rank = memory_of(executed(replace(scenario, prefix_access=access), strategy), cut)[0]
             peaks[place, access] = rank.kv_cache
-            assert (
-                rank.total
-                < memory_of(per_rank_scenario(make_scenario(**about)[0], strategy), strategy, cut)[0].total + 1
-            )
+            assert rank.total < memory_of(execution_of(make_scenario(**about)[0], strategy), cut)[0].total + 1
     whole = peaks["all", "whole"]
     assert all(0.12 * whole < peaks[key] < 0.17 * whole for key in peaks if key[0] != "all"), peaks
 
@@ -147,7 +145,7 @@ def test_strategies_say_where_a_prefix_must_lie() -> None:
     scenario, _ = make_scenario(ctx="8k", gpus=4, cached_prefix="4k", prefix_placement="sharded")
     for name in ("tp", "pp", "tp2+pp"):
         with pytest.raises(InputError, match="a prefix"):
-            per_rank_scenario(scenario, get_strategy(name))
+            execution_of(scenario, get_strategy(name))
 
 
 @pytest.mark.parametrize(

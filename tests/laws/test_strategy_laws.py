@@ -19,7 +19,7 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from planner.candidates import Search
 from planner.simulate import run_simulation
-from tests.building import Draws, any_placed, draws, examples, measured_scenarios, weights_of
+from tests.building import Draws, any_placed, draws, examples, executed, measured_scenarios, weights_of
 from tests.laws.test_executors import HYBRIDS
 
 NAMES = (*(name for name in STRATEGIES if name not in ("kvr-s", "kvr-p")), *HYBRIDS)  # both run kvr-e's program
@@ -27,7 +27,7 @@ PARALLEL = tuple(name for name in NAMES if name != "single")
 
 
 def program_of(scenario: Scenario, strategy: Strategy, cuts: list[tuple[int, ...]]) -> Program:
-    return build_program(scenario, strategy, list(np.ascontiguousarray(np.array(cuts, dtype=float).T)))
+    return build_program(executed(scenario, strategy), list(np.ascontiguousarray(np.array(cuts, dtype=float).T)))
 
 
 @given(scenario=measured_scenarios(num_gpus=(1, 1), topologies=("switch", "chain", "bus")))
@@ -85,7 +85,7 @@ def test_never_rises_with_bandwidth(name: str, rng: Draws, factor: float) -> Non
     before = run_batch(program, placed.cluster)[-1, 0]
     after = run_batch(faster, placed.with_slower_links(1 / factor).cluster)[-1, 0]
     assert after <= before * (1 + 1e-9)
-    free = placed.without_communication()
+    free = placed.without_communication
     assert run_batch(program_of(free, strategy, [cut]), free.cluster)[-1, 0] <= after * (1 + 1e-9)
 
 
@@ -130,7 +130,7 @@ def test_what_is_sent_is_received(name: str, rng: Draws) -> None:
 def test_all_gpus_together_hold_the_model_and_the_context(name: str, rng: Draws) -> None:
     strategy = get_strategy(name)
     placed, cut = any_placed(rng, strategy)
-    parts = memory_of(placed, strategy, Partition(chunk_lens=cut))
+    parts = memory_of(executed(placed, strategy), Partition(chunk_lens=cut))
     assert len(parts) == placed.num_gpus
     width = placed.request.dtype_bytes
     assert sum(part.weights for part in parts) >= placed.model.weight_bytes(width)

@@ -19,8 +19,8 @@ from planner.candidates import (
     ComparedStrategies,
     Search,
     all_for,
+    execution_of,
     least_bytes,
-    per_rank_scenario,
     rare_for,
     search_all,
     strategies_to_compare,
@@ -39,13 +39,13 @@ def test_both_executors_agree_with_a_candidate(rng: Draws) -> None:
     scenario = any_scenario(rng, num_gpus=(1, 4))
     compared = strategies_to_compare(scenario, None)
     one = Search(options=SearchArgs(method="analytical")).candidate(scenario, rng.choice(compared.strategies))
-    event = run_partition(one.per_rank, one.strategy, one.partition, executor="event")
+    event = run_partition(one.execution, one.partition, executor="event")
     assert event.finish_s == pytest.approx(one.finish_s, rel=1e-9)
     assert one.timeline.end_s == pytest.approx(max(one.finish_s), rel=1e-9)
     assert one.interval.low_s <= one.ttft_s <= one.interval.high_s
     assert one.ttft_without_communication_s <= one.ttft_s * (1 + 1e-9)
     assert all(wait_s >= 0 for wait_s in one.waits)
-    used = one.per_rank.num_gpus * one.per_rank.data_groups  # `single` leaves GPUs idle
+    used = one.execution.placed.num_gpus * one.execution.placed.data_groups  # `single` leaves GPUs idle
     assert used == (1 if one.strategy.name == "single" else one.scenario.num_gpus)
     assert len(one.waits) == len(one.memory) == used
 
@@ -75,9 +75,9 @@ def test_a_plan_and_a_simulation_are_about_the_same_candidate(name: str) -> None
 def test_a_scenario_per_rank_is_computed_once_per_strategy() -> None:
     scenario = scenario_of()
     tp, kvr = get_strategy("tp"), get_strategy("kvr-s")
-    assert per_rank_scenario(scenario, tp) is per_rank_scenario(scenario, tp)
-    assert per_rank_scenario(scenario, tp).gpus_per_rank == 4
-    assert per_rank_scenario(scenario, kvr).cluster.num_gpus == 4
+    assert execution_of(scenario, tp).placed is execution_of(scenario, tp).placed
+    assert execution_of(scenario, tp).placed.gpus_per_rank == 4
+    assert execution_of(scenario, kvr).placed.cluster.num_gpus == 4
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_given_partition_is_not_searched() -> None:
     chunks = (2000, 1000, 600, 496)
     one = Search(partition=chunks).candidate(scenario_of(), get_strategy("kvr-s"))
     assert (one.partition, one.search) == (Partition(chunk_lens=chunks), None)
-    assert one == Candidate(scenario=one.scenario, strategy=one.strategy, partition=one.partition)
+    assert one == Candidate(scenario=one.scenario, execution=one.execution, partition=one.partition)
 
 
 def test_what_cannot_fit_is_left_out_before_any_simulation() -> None:

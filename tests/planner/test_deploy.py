@@ -34,10 +34,10 @@ CONTEXT = ("cp8+ep8", "cp8", "tp2+cp4+ep8", "cp8-i")
 
 def launched(engine: str, strategy: str, **question: Any) -> Deployment:
     scenario, _ = make_scenario(**{"ctx": "16k", "gpus": 8} | question)
-    from kvrsim.compile import for_strategy
+    from kvrsim.compile import place
 
     chosen = get_strategy(strategy)
-    cut = partition_of(for_strategy(scenario, chosen), chosen)
+    cut = partition_of(place(scenario, chosen))
     return deployment_of(scenario, engine, strategy, cut.chunk_lens, model="org/model")
 
 

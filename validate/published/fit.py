@@ -42,6 +42,7 @@ from scipy.optimize import least_squares
 
 from kvrsim.builder import make_scenario
 from kvrsim.engine import HostRates, load_engine
+from kvrsim.execution import place
 from kvrsim.executors.run import run_partition
 from kvrsim.io.schema import JsonObject, read, write_json
 from kvrsim.kernels.attention import EagerRates
@@ -120,10 +121,9 @@ def partitions_for(rows: Sequence[Row], profile: CalibrationProfile, method: str
     """The partition of each row; if the strategy searches for one, it is searched with this profile."""
     partitions = {}
     for row in rows:
-        scenario = full_bandwidth_scenario(row, profile)
         strategy = get_strategy(row.strategy)
         if strategy.partition_rule == "search":
-            partitions[row] = search(scenario, strategy, method=method).partition
+            partitions[row] = search(place(full_bandwidth_scenario(row, profile), strategy), method=method).partition
         else:
             partitions[row] = Partition.even(row.context_len, row.num_gpus)
     return partitions
@@ -131,8 +131,8 @@ def partitions_for(rows: Sequence[Row], profile: CalibrationProfile, method: str
 
 def ttft_s(row: Row, profile: CalibrationProfile, partition: Partition) -> float:
     """Predicted TTFT of a row with a given partition."""
-    scenario = full_bandwidth_scenario(row, profile)
-    return run_partition(scenario, get_strategy(row.strategy), partition).ttft_s
+    execution = place(full_bandwidth_scenario(row, profile), get_strategy(row.strategy))
+    return run_partition(execution, partition).ttft_s
 
 
 def errors(rows: Sequence[Row], profile: CalibrationProfile, partitions: Partitions) -> Array:

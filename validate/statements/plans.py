@@ -18,10 +18,11 @@ from numpy.random import Generator
 import kvrsim
 from kvrsim.arguments import ScenarioArgs, options_of
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution
 from kvrsim.executors.run import ttft_s
 from kvrsim.model.mixers import Attention
 from kvrsim.strategies import STRATEGIES, get_strategy
-from planner.candidates import Candidate, per_rank_scenario
+from planner.candidates import Candidate, execution_of
 from validate.statements.arithmetic import MemoryLoad, sizes_of
 from validate.statements.claims import Claim, Options, arguments_of, with_change
 from validate.statements.questions import LARGE
@@ -243,15 +244,17 @@ def _least_peak(case: PlannedCase, name: str) -> int | None:
     with suppress(InputError):
         strategy = get_strategy(name)
         for partition in _even_partitions(case, strategy):
-            memory = Candidate(scenario=case.scenario, strategy=strategy, partition=partition).memory
+            execution = execution_of(case.scenario, strategy)
+            memory = Candidate(scenario=case.scenario, execution=execution, partition=partition).memory
             peaks.append(max(rank.total for rank in memory))
     return min(peaks, default=None)
 
 
 def _even_partitions(case: PlannedCase, strategy: kvrsim.Strategy) -> Iterator[kvrsim.Partition]:
     """Even chunks of a strategy's ranks; pieces of a pipeline, from long to short."""
-    per_rank = per_rank_scenario(case.scenario, strategy)
-    tokens, ranks = per_rank.request.new_tokens, per_rank.cluster.num_gpus
+    execution = execution_of(case.scenario, strategy)
+    tokens = execution.request.new_tokens
+    ranks = execution.cluster.num_gpus
     if strategy.pipeline is None:
         yield kvrsim.Partition.even(tokens, ranks)
         return
@@ -365,12 +368,11 @@ def check_bound(case: PlannedCase) -> Iterator[Claim]:
     if bounds.get("best"):
         named[bounds["best"]["strategy"]] = bounds["best"]["lower_bound_s"]
     for name, lower_s in named.items():
-        strategy = get_strategy(name)
-        per_rank = per_rank_scenario(case.scenario, strategy)
-        ranks, tokens = per_rank.cluster.num_gpus, per_rank.request.new_tokens
-        if ranks < 2 or tokens < 8 * ranks:
+        execution = execution_of(case.scenario, get_strategy(name))
+        ranks = execution.cluster.num_gpus
+        if ranks < 2 or execution.request.new_tokens < 8 * ranks:
             continue
-        found_s = _descent_s(case, per_rank, strategy, case.entries.get(name), tokens, ranks)
+        found_s = _descent_s(case, execution, case.entries.get(name))
         yield Claim(
             kind="bound",
             said=f"no partition of {name} is faster than {lower_s:.6g} s",
@@ -379,15 +381,10 @@ def check_bound(case: PlannedCase) -> Iterator[Claim]:
         )
 
 
-def _descent_s(
-    case: PlannedCase,
-    per_rank: kvrsim.Scenario,
-    strategy: kvrsim.Strategy,
-    entry: Entry | None,
-    tokens: int,
-    ranks: int,
-) -> float:
+def _descent_s(case: PlannedCase, execution: Execution, entry: Entry | None) -> float:
     """The least TTFT of a random descent that starts at the answer's partition, or at even chunks."""
+    ranks = execution.cluster.num_gpus
+    tokens = execution.request.new_tokens
     if entry is None:
         start = np.full(ranks, tokens / ranks)
     else:
@@ -400,7 +397,7 @@ def _descent_s(
         partitions = np.maximum(1, np.floor(tokens * shares / shares.sum(axis=1, keepdims=True)))
         partitions[:, 0] += tokens - partitions.sum(axis=1)
         partitions = partitions[partitions[:, 0] >= 1]
-        seconds = np.asarray(ttft_s(per_rank, strategy, partitions.astype(np.int64))).ravel()
+        seconds = np.asarray(ttft_s(execution, partitions.astype(np.int64))).ravel()
         place = int(seconds.argmin())
         if seconds[place] < best_s:
             best_s = float(seconds[place])

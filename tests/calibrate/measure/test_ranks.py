@@ -14,7 +14,8 @@ from calibrate.fit.elementwise import fit_host, fit_pending_share
 from calibrate.measure.compute import compute_rows
 from calibrate.measure.forward import ComputeSetup, Point
 from calibrate.measure.ranks import PendingRanks
-from kvrsim.compile import build_program, for_strategy
+from kvrsim.compile import build_program
+from kvrsim.execution import place
 from kvrsim.executors.batch import run_batch
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import load_profile
@@ -22,7 +23,7 @@ from kvrsim.model.load import read_config
 from kvrsim.program import Compute, Program
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
-from tests.building import examples
+from tests.building import examples, executed
 from tests.building.measurements import row as measured
 
 # -- A layer during a pending receive: measured on two ranks, fitted, and used where a rank receives.
@@ -58,7 +59,7 @@ def scenario_of(gpus: int, share: float = 0.0, message_s: float = 0.0) -> Scenar
 
 def even(scenario: Scenario, strategy: str) -> Program:
     chunks = Partition.even(scenario.request.new_tokens, scenario.num_gpus).chunk_lens
-    return build_program(scenario, STRATEGIES[strategy], [np.array([float(chunk)]) for chunk in chunks])
+    return build_program(executed(scenario, STRATEGIES[strategy]), [np.array([float(chunk)]) for chunk in chunks])
 
 
 def layer_s(program: Program, rank: int) -> float:
@@ -74,7 +75,7 @@ def test_ranks_that_receive_compute_slower_and_the_first_one_does_not(strategy: 
 
 
 def simulated_s(scenario: Scenario, strategy: str) -> float:
-    one = for_strategy(scenario, STRATEGIES[strategy])
+    one = place(scenario, STRATEGIES[strategy]).placed
     return float(run_batch(even(one, strategy), one.cluster)[-1, 0])
 
 

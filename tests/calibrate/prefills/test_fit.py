@@ -14,7 +14,6 @@ import kvrsim
 from calibrate.prefills.fit import EngineTerms, PrefillCase, PrefillFit, check_prefills, fit_prefills, make_cases
 from calibrate.prefills.rows import PrefillRow
 from kvrsim.builder import make_scenario
-from kvrsim.compile import for_strategy
 from kvrsim.engine import Engine, HostRates, load_engine
 from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
@@ -133,14 +132,17 @@ def test_terms_on_groups_of_gpus_are_those_of_the_scenario() -> None:
     values = {"layer_s": 8e-4, "request_s": 1.2e-2, "token_s": 1e-6, "kernel_scale": 1.08}
     for early, late in zip(cases_of(rows, TRUTH), cases_of(rows), strict=True):
         assert late.ttft_s(lambda scenario: terms.scenario_with(scenario, values)) == pytest.approx(early.ttft_s())
-        assert for_strategy(terms.scenario_with(late.scenario, values), late.strategy).host == TRUTH.host
+        assert terms.scenario_with(late.scenario, values).host == TRUTH.host
 
 
 def test_seconds_a_token_are_found_where_the_prior_knows_none() -> None:
     """The prior has no seconds per token; rows of several lengths show them, rows of one length cannot."""
     unknowing = replace(PRIOR, host=replace(PRIOR.host, token_s=0.0))
     client = replace(TRUTH, host=replace(TRUTH.host, token_s=1.5e-5))
-    cases = [replace(case, scenario=replace(case.scenario, engine=unknowing)) for case in measured(client)]
+    cases = [
+        replace(case, execution=case.execution.on(replace(case.scenario, engine=unknowing)))
+        for case in measured(client)
+    ]
     result = fitted(cases, unknowing)
     assert result.engine.host.token_s == pytest.approx(1.5e-5, rel=0.2)
     alone = fitted(cases[:1], unknowing)

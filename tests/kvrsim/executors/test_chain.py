@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 
 from kvrsim.builder import make_scenario
-from kvrsim.compile import build_program, columns, for_strategy
+from kvrsim.compile import build_program, columns
 from kvrsim.engine import NO_HOST
+from kvrsim.execution import place
 from kvrsim.executors.chain import last_of_row, row_after
 from kvrsim.executors.run import Runner, run_program
 from kvrsim.program import Array
 from kvrsim.strategies import STRATEGIES
-from tests.building import Draws, any_engine, any_rows, any_run, draws, examples
+from tests.building import Draws, any_engine, any_rows, any_run, draws, examples, executed
 from tests.laws.test_executors import assert_executors_agree
 
 KVR = STRATEGIES["kvr-s"]
@@ -53,13 +54,13 @@ def test_any_chain(rng: Draws) -> None:
     """A chain equals its program: few and many layers and ranks, uneven machines, hosts that lead or delay."""
     layers, num_gpus = rng.choice([(1, 3), (4, 30)]), rng.choice([(2, 3), (4, 12)])
     scenario = any_run(rng, KVR, topologies=("switch", "nodes"), layers=layers, num_gpus=num_gpus)
-    runner, rows = Runner(scenario, KVR), any_rows(rng, scenario, KVR, 8)
+    runner, rows = Runner(executed(scenario, KVR)), any_rows(rng, scenario, KVR, 8)
     if runner.chain is None:
         return
     chunks = np.stack(columns(rows))
     finish_s, holds = runner.chain.finish_s(chunks)
     last_s, last_holds = runner.chain.finish_s(chunks, last_only=True)
-    want_s = run_program(build_program(scenario, KVR, list(chunks)), scenario.cluster)
+    want_s = run_program(build_program(executed(scenario, KVR), list(chunks)), scenario.cluster)
     assert finish_s[:, holds] == pytest.approx(want_s[:, holds], rel=1e-11, abs=0)
     assert last_s[0] == pytest.approx(finish_s[-1], rel=1e-11, abs=0)
     assert (last_holds == holds).all()
@@ -79,11 +80,11 @@ def test_hosts_that_are_about_as_fast_as_their_devices(model: str, profile: str,
     engine = replace(any_engine(random.Random(0)), decode_step=decode_step, host=NO_HOST)
     layers = scenario.model.layers[:1] * 4
     scenario = replace(scenario, model=replace(scenario.model, layers=layers, num_hidden_layers=4), engine=engine)
-    scenario = for_strategy(scenario, KVR)
+    scenario = place(scenario, KVR).placed
     rows = [(700, 700, 600), (1200, 700, 100)]
-    layer_s = Runner(scenario, KVR).finish_s(np.array(rows, dtype=float).T).min() / 4
+    layer_s = Runner(executed(scenario, KVR)).finish_s(np.array(rows, dtype=float).T).min() / 4
     kernel_s = layer_s / sum(scenario.layer_costs()[0].kernels)
     for share in (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 10.0):
         for host in (replace(NO_HOST, layer_s=share * layer_s), replace(NO_HOST, kernel_s=share * kernel_s)):
-            assert Runner(scenario.with_host(host), KVR).chain is not None
+            assert Runner(executed(scenario.with_host(host), KVR)).chain is not None
             assert_executors_agree(scenario.with_host(host), KVR, rows)

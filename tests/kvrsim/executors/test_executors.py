@@ -17,7 +17,7 @@ from kvrsim.executors.event import EventSimulation
 from kvrsim.hardware import load_cluster
 from kvrsim.program import AllGather, AllToAll, Compute, Op, Program, Recv, RingPass, Send, host_s_of
 from kvrsim.strategies import get_strategy
-from tests.building import examples
+from tests.building import examples, executed
 from tests.building.programs import small_cluster
 
 
@@ -44,7 +44,7 @@ def test_partitions_do_not_depend_on_the_others_of_their_batch(name: str, model:
     """A large batch leaves its last partitions to a second run; a small batch waits until all are steady."""
     scenario = make_scenario(ctx=16384, gpus=8, model=model)[0]
     chunks = np.random.default_rng(0).dirichlet(np.full(8, 50.0), size=2048) * 16384
-    program = build_program(scenario, get_strategy(name), list(np.ascontiguousarray(chunks.T)))
+    program = build_program(executed(scenario, get_strategy(name)), list(np.ascontiguousarray(chunks.T)))
     together_s = run_batch(program, scenario.cluster)
     parts_s = [run_batch(program.rows(rows), scenario.cluster) for rows in np.split(np.arange(2048), 8)]
     assert together_s == pytest.approx(np.concatenate(parts_s, axis=1), rel=1e-11, abs=0)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvrsim.builder import make_scenario
-from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
+from kvrsim.execution import place
 from kvrsim.executors.batch import _Evaluation, run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import _KEPT, Runner, check_executor, finish_s, run_partition, run_program, ttft_s
@@ -19,6 +19,7 @@ from kvrsim.noise import Noise, NoiseDraw
 from kvrsim.program import AllGather, Array, Compute, Op, Program, Recv, Send
 from kvrsim.scenario import Partition
 from kvrsim.strategies import STRATEGIES, get_strategy
+from tests.building import executed
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[str]:
@@ -48,11 +49,11 @@ def test_fast_ways_are_taken(
     owner: str, name: str, number: int, strategy: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, *cls = owner.split(".")
-    place: Any = importlib.import_module(f"kvrsim.executors.{module}")
-    calls = calls_of(monkeypatch, getattr(place, *cls) if cls else place, name)
-    scenario = for_strategy(make_scenario(**{"ctx": 4000, "gpus": 4} | options)[0], get_strategy(strategy))
+    holder: Any = importlib.import_module(f"kvrsim.executors.{module}")
+    calls = calls_of(monkeypatch, getattr(holder, *cls) if cls else holder, name)
+    scenario = place(make_scenario(**{"ctx": 4000, "gpus": 4} | options)[0], get_strategy(strategy)).placed
     gpus = scenario.cluster.num_gpus
-    finish_s(scenario, get_strategy(strategy), np.full((1, gpus), 4000.0 / gpus))
+    finish_s(executed(scenario, get_strategy(strategy)), np.full((1, gpus), 4000.0 / gpus))
     assert len(calls) == number
 
 
@@ -115,13 +116,13 @@ def test_a_delay_goes_around_a_ring(ranks: int, layers: int, monkeypatch: pytest
 def test_blocks_have_a_limited_size(name: str, options: dict[str, Any], samples: int, rows: int) -> None:
     """Partitions that are evaluated together: as many as the caches and the memory allow."""
     strategy = STRATEGIES[name]
-    runner = Runner(for_strategy(make_scenario(ctx=1000, **options)[0], strategy), strategy)
+    runner = Runner(executed(place(make_scenario(ctx=1000, **options)[0], strategy).placed, strategy))
     assert runner.rows_at_once(samples) == rows
     assert [block.shape[1] for block in runner.blocks(np.ones((2 * rows + 1, 2)), samples)] == [rows, rows, 1]
 
 
 def test_blocks_hold_all_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario, shapes = for_strategy(make_scenario(ctx=1000, gpus=2)[0], STRATEGIES["kvr-s"]), list[tuple[int, ...]]()
+    scenario, shapes = place(make_scenario(ctx=1000, gpus=2)[0], STRATEGIES["kvr-s"]).placed, list[tuple[int, ...]]()
     run = Runner.finish_s
 
     def noted(*values: Any, **options: Any) -> Any:
@@ -131,10 +132,10 @@ def test_blocks_hold_all_partitions(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Runner, "finish_s", noted)
     rows = np.array([[first, 1000.0 - first] for first in range(1, 1000)] * 20)
-    times_s = ttft_s(scenario, STRATEGIES["kvr-s"], rows)
+    times_s = ttft_s(executed(scenario, STRATEGIES["kvr-s"]), rows)
     assert shapes == [(1, 2**14), (1, len(rows) - 2**14)]  # only the last rank, in blocks
     assert times_s.shape == (len(rows),)
-    alone_s = [ttft_s(scenario, STRATEGIES["kvr-s"], row[None])[0] for row in rows[:3]]
+    alone_s = [ttft_s(executed(scenario, STRATEGIES["kvr-s"]), row[None])[0] for row in rows[:3]]
     assert times_s[:3] == pytest.approx(np.array(alone_s), rel=1e-11, abs=0)
 
 
@@ -168,15 +169,17 @@ def test_one_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event executor runs only for a timeline, for noise, or on request."""
     calls = calls_of(monkeypatch, EventSimulation, "__init__")
     strategy, draw = STRATEGIES["tsp"], NoiseDraw(Noise(compute_jitter=0.1), 2, seed=0)
-    scenario = for_strategy(make_scenario(ctx=1000, gpus=2)[0], strategy)
+    scenario = place(make_scenario(ctx=1000, gpus=2)[0], strategy).placed
     partition = Partition.even(1000, 2)
-    quiet_s = run_partition(scenario, strategy, partition).ttft_s
+    quiet_s = run_partition(executed(scenario, strategy), partition).ttft_s
     assert not calls
-    assert run_partition(scenario, strategy, partition, executor="event").ttft_s == pytest.approx(quiet_s, rel=1e-11)
-    timed = run_partition(scenario, strategy, partition, timeline=True)
+    assert run_partition(executed(scenario, strategy), partition, executor="event").ttft_s == pytest.approx(
+        quiet_s, rel=1e-11
+    )
+    timed = run_partition(executed(scenario, strategy), partition, timeline=True)
     assert timed.timeline is not None
     assert timed.timeline.end_s == pytest.approx(quiet_s, rel=1e-11)
-    assert run_partition(scenario, strategy, partition, draw=draw).ttft_s != pytest.approx(quiet_s, rel=1e-3)
+    assert run_partition(executed(scenario, strategy), partition, draw=draw).ttft_s != pytest.approx(quiet_s, rel=1e-3)
     assert len(calls) == 3
 
 

@@ -20,10 +20,11 @@ from kvrsim.kernels.elementwise import merge, upcast
 from kvrsim.kernels.profile import builtin_profiles, load_profile
 from kvrsim.model.load import load_model
 from kvrsim.model.mixers import Attention
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import Array, RingPass, beside_message_s
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
-from tests.building import Draws, any_partition, any_scenario, draws, examples, tokens
+from tests.building import Draws, any_partition, any_scenario, draws, examples, executed, tokens
 
 STEPS = FlashRates(  # one second per step, no other costs
     tile_rows=64,
@@ -282,7 +283,7 @@ def test_a_measured_merge_moves_two_results_and_writes_one(rng: Draws, rate: flo
     kernels = scenario.profile.kernels
     elementwise = replace(kernels.elementwise, merge_bytes_per_s=rate)
     own = replace(scenario, profile=replace(scenario.profile, kernels=replace(kernels, elementwise=elementwise)))
-    for costs in own.layer_costs():
+    for costs in PlacedScenario.of(own).layer_costs():
         mixer = costs.layer.mixer
         if not isinstance(mixer, Attention) or mixer.is_sparse:
             continue
@@ -298,7 +299,7 @@ def measured(rng: Draws) -> tuple[Scenario, tuple[int, ...]]:
 
 
 def finish_s(scenario: Scenario, name: str, cut: tuple[int, ...]) -> float:
-    program = build_program(scenario, get_strategy(name), [np.array([float(chunk)]) for chunk in cut])
+    program = build_program(executed(scenario, get_strategy(name)), [np.array([float(chunk)]) for chunk in cut])
     return float(run_batch(program, scenario.cluster).max())
 
 
@@ -328,7 +329,7 @@ def test_separate_kernels_and_held_multiprocessors_only_add(name: str, rng: Draw
 def test_messages_hold_multiprocessors(name: str, sends: str, rng: Draws, sms: int) -> None:
     scenario = with_merges(any_scenario(rng, num_gpus=(2, 6), roofline=False, sends=sends), fused=False, sms=sms)
     cut = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus).chunk_lens
-    program = build_program(scenario, get_strategy(name), [np.array([float(chunk)]) for chunk in cut])
+    program = build_program(executed(scenario, get_strategy(name)), [np.array([float(chunk)]) for chunk in cut])
     (ring,) = {op.message_share for ranks in program.layers for ops in ranks for op in ops if isinstance(op, RingPass)}
     assert ring == min(0.9, sms / scenario.cluster.gpu.num_sms)
-    assert scenario.without_communication().message_share == 0.0
+    assert scenario.without_communication.message_share == 0.0

@@ -29,10 +29,11 @@ from kvrsim.kernels.gemm import GemmRates, Product, Tile
 from kvrsim.kernels.layer import LayerCosts
 from kvrsim.kernels.profile import CalibrationProfile
 from kvrsim.model.spec import ModelSpec
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import Compute
 from kvrsim.scenario import Request, Scenario
 from kvrsim.strategies import STRATEGIES
-from tests.building import Draws, any_cluster, any_profile, any_scenario, draws, examples, tokens
+from tests.building import Draws, any_cluster, any_profile, any_scenario, draws, examples, executed, tokens
 from tests.kvrsim.kernels.test_attention import STEPS
 
 
@@ -46,7 +47,7 @@ UNMASKED = replace(STEPS, flops_per_s=1.0, block_s=1e-30)
 
 
 @pytest.fixture(scope="module")
-def scenario(config: Any) -> Scenario:
+def scenario(config: Any) -> PlacedScenario:
     """A small model on a GPU with all rates equal to one, so that seconds are FLOPs or bytes."""
     rng = random.Random(0)
     cluster = any_cluster(rng, 2, topologies=("switch",))
@@ -59,7 +60,7 @@ def scenario(config: Any) -> Scenario:
         head_on_all_tokens=False,
         experts=None,
     )
-    return Scenario(
+    return PlacedScenario(
         model=config(),
         cluster=cluster,
         request=Request(context_len=1000),
@@ -79,7 +80,7 @@ def with_slow_bytes(scenario: Scenario, *, fused: bool = False) -> Scenario:
 
 
 def costs_of(scenario: Scenario, model: ModelSpec | None = None) -> LayerCosts:
-    return (scenario if model is None else replace(scenario, model=model)).layer_costs()[0]
+    return PlacedScenario.of(scenario if model is None else replace(scenario, model=model)).layer_costs()[0]
 
 
 def test_projections_cost_two_flops_a_weight(scenario: Scenario) -> None:
@@ -229,7 +230,7 @@ def test_a_batch_costs_as_many_times_as_much(rng: Draws, batch: int) -> None:
     for here, least, most in ((smooth(scenario), batch, batch), (scenario, 1, np.inf)):
         one = replace(here, request=replace(here.request, batch=1))
         many = replace(here, request=replace(here.request, batch=batch))
-        for less, more in zip(one.layer_costs(), many.layer_costs(), strict=True):
+        for less, more in zip(PlacedScenario.of(one).layer_costs(), PlacedScenario.of(many).layer_costs(), strict=True):
             pairs = [
                 (less.qkv_s(chunk), more.qkv_s(chunk)),
                 (less.mixer.append_s(chunk, prefix), more.mixer.append_s(chunk, prefix)),
@@ -244,7 +245,7 @@ def test_a_batch_costs_as_many_times_as_much(rng: Draws, batch: int) -> None:
 
 
 def head_of(scenario: Scenario, chunk: float) -> float:
-    program = build_program(scenario, STRATEGIES["single"], [tokens(chunk)])
+    program = build_program(executed(scenario, STRATEGIES["single"]), [tokens(chunk)])
     head = program.epilogue[-1][-1]
     assert isinstance(head, Compute)
     assert head.name == "head"
@@ -286,7 +287,7 @@ def test_no_profile_beats_the_datasheet(rng: Draws) -> None:
 def test_the_roofline_reads_weights_at_least_once(scenario: Scenario) -> None:
     roofline = replace(scenario, profile=None)
     gpu = roofline.cluster.gpu
-    seconds = roofline.cost.row_cost((Product(1000, 1000),), ())(tokens(1e-9, 1e9))
+    seconds = PlacedScenario.of(roofline).cost.row_cost((Product(1000, 1000),), ())(tokens(1e-9, 1e9))
     assert seconds == pytest.approx([2e6 / gpu.hbm_bytes_per_s, 2e15 / gpu.peak_flops["fp16"]])
 
 
@@ -296,7 +297,7 @@ def test_a_gpu_refuses_what_it_cannot_compute(scenario: Scenario) -> None:
         scenario, profile=None, cluster=replace(scenario.cluster, gpu=gpu), request=Request(context_len=10, dtype="fp8")
     )
     with pytest.raises(InputError) as caught:
-        _ = roofline.cost
+        _ = PlacedScenario.of(roofline).cost
     assert caught.value.parameter == "dtype"
 
 
@@ -371,7 +372,7 @@ def test_what_a_prefill_does_once(kernel: str, mask: int, scenario: Scenario) ->
 
 def ops_of(scenario: Scenario, name: str, *chunks: float) -> list[tuple[Any, ...]]:
     """Operations of each rank before its first layer."""
-    return list(build_program(scenario, STRATEGIES[name], [tokens(chunk) for chunk in chunks]).prologue)
+    return list(build_program(executed(scenario, STRATEGIES[name]), [tokens(chunk) for chunk in chunks]).prologue)
 
 
 def built_in_costs(model: str, profile: str, host: HostRates | None = None) -> LayerCosts:
@@ -380,7 +381,7 @@ def built_in_costs(model: str, profile: str, host: HostRates | None = None) -> L
     if host is not None:
         assert scenario.profile is not None
         scenario = replace(scenario, profile=replace(scenario.profile, host=host))
-    return scenario.layer_costs()[0]
+    return PlacedScenario.of(scenario).layer_costs()[0]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from kvrsim.program import AllGather, AllToAll, Compute, Op, Program, RingPass, 
 from kvrsim.results.timeline import Span, trace_events
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
-from tests.building import Draws, any_rows, any_run, draws, examples
+from tests.building import Draws, any_rows, any_run, draws, examples, executed
 
 NAMES = ["tsp", "kvr-e", "kvr-s", "kvr-direct", "ring", "zigzag"]  # strategies with one GPU per rank for every model
 
@@ -26,7 +26,7 @@ NAMES = ["tsp", "kvr-e", "kvr-s", "kvr-direct", "ring", "zigzag"]  # strategies 
 def replayed(rng: Draws, name: str, **options: Any) -> tuple[Scenario, Program, EventSimulation]:
     options = {"topologies": ("switch", "chain", "nodes", "bus")} | options
     scenario = any_run(rng, STRATEGIES[name], **options)
-    program = build_program(scenario, STRATEGIES[name], columns(any_rows(rng, scenario, STRATEGIES[name], 1)))
+    program = build_program(executed(scenario, STRATEGIES[name]), columns(any_rows(rng, scenario, STRATEGIES[name], 1)))
     return scenario, program, EventSimulation(program, scenario.cluster)
 
 

@@ -12,11 +12,13 @@ from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.kernels.tensor_parallel import group_of
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import AllGather, Array, Compute, Program
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from planner.candidates import Search
 from planner.simulate import run_simulation
+from tests.building import executed
 
 SHAPES = [("llama-2-7b", 2, 4096), ("llama-2-7b", 8, 16384), ("llama-3-8b", 4, 8192), ("mistral-7b", 8, 2048)]
 LINKS = ["300GB/s", "1GB/s"]
@@ -38,7 +40,7 @@ class Layer:
     """Seconds of the parts of a layer and of a message, with the names of the formulas."""
 
     def __init__(self, scenario: Scenario, tokens: float) -> None:
-        (self.costs,) = scenario.layer_costs()
+        (self.costs,) = PlacedScenario.of(scenario).layer_costs()
         self.scenario, self.tokens = scenario, np.array([tokens])
         self.beta = 1 / scenario.cluster.link.bandwidth_bytes_per_s
         self.alpha = scenario.cluster.link.latency_s
@@ -80,7 +82,7 @@ class Layer:
 
 def around(scenario: Scenario, tokens: float) -> float:
     """Seconds of embedding and head."""
-    program = build_program(scenario, get_strategy("kvr-e"), [np.array([tokens])] * scenario.cluster.num_gpus)
+    program = build_program(executed(scenario, get_strategy("kvr-e")), [np.array([tokens])] * scenario.cluster.num_gpus)
     return sum(number(op.device_s) for op in (*program.prologue[-1], *program.epilogue[-1]) if isinstance(op, Compute))
 
 

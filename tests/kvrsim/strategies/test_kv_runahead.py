@@ -14,10 +14,11 @@ from kvrsim.compile import build_program, columns
 from kvrsim.executors.run import run_partition
 from kvrsim.kernels.elementwise import Traffic
 from kvrsim.memory import memory_of
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import Compute, Program
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy
-from tests.building import Draws, any_scenario, draws, examples
+from tests.building import Draws, any_scenario, draws, examples, executed
 
 KVR_B = STRATEGIES["kvr-b"]
 
@@ -28,7 +29,7 @@ def in_calls(*counts: int) -> Strategy:
 
 
 def program_of(scenario: Scenario, strategy: Strategy, partition: Partition) -> Program:
-    return build_program(scenario, strategy, columns(partition.chunk_lens))
+    return build_program(executed(scenario, strategy), columns(partition.chunk_lens))
 
 
 def eager(ctx: str = "16k", gpus: int = 4) -> Scenario:
@@ -40,7 +41,10 @@ def eager(ctx: str = "16k", gpus: int = 4) -> Scenario:
 def test_one_block_is_kvr(rng: Draws) -> None:
     scenario = any_scenario(rng, num_gpus=(1, 5))
     even = Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus)
-    assert run_partition(scenario, in_calls(1), even).finish_s == run_partition(scenario, KVR_S, even).finish_s
+    assert (
+        run_partition(executed(scenario, in_calls(1)), even).finish_s
+        == run_partition(executed(scenario, KVR_S), even).finish_s
+    )
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "flash"])
@@ -50,7 +54,7 @@ def test_blocks_take_what_calls_of_their_own_take(attention: str, prefix: int) -
     masked half, so it takes one call."""
     profile = "a100-eager" if attention == "eager" else "roofline" if attention == "sdpa" else "a100-flash"
     scenario = make_scenario(ctx="16k", gpus=2, model="llama-7b", profile=profile, attention=attention)[0]
-    costs, one = scenario.layer_costs()[0], np.ones(1)
+    costs, one = PlacedScenario.of(scenario).layer_costs()[0], np.ones(1)
     result = costs.mixer.in_blocks_s(1024 * one, prefix * one, [4])[0]
     calls = sum(costs.mixer.attention_s(256 * one, (prefix + 256.0 * number) * one) for number in range(4))
     if attention != "eager" and prefix == 0:
@@ -99,7 +103,7 @@ def test_calls_that_the_host_launches_too_slowly_are_not_made() -> None:
 
 def test_the_score_matrix_is_that_of_a_block() -> None:
     scenario, cut = eager(), Partition.even(16384, 4)
-    whole, blocks = (memory_of(scenario, one, cut) for one in (KVR_S, in_calls(8)))
+    whole, blocks = (memory_of(executed(scenario, one), cut) for one in (KVR_S, in_calls(8)))
     assert [one.scores for one in blocks] == [one.scores // 8 for one in whole]
     assert [one.total < other.total for one, other in zip(blocks, whole, strict=True)] == [True] * 4
 

@@ -7,13 +7,13 @@ from hypothesis import given
 
 import kvrsim
 from kvrsim.builder import make_scenario
-from kvrsim.compile import for_strategy
+from kvrsim.execution import place
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import memory_of
 from kvrsim.scenario import Partition
 from kvrsim.strategies import get_strategy
 from planner.candidates import hybrids
-from tests.building import Draws, any_divisible, draws, examples
+from tests.building import Draws, any_divisible, draws, examples, executed
 
 
 @given(rng=draws())
@@ -23,8 +23,8 @@ def test_one_stage_and_one_piece_are_zigzag(rng: Draws) -> None:
     whole = Partition(chunk_lens=(scenario.request.new_tokens,))
     even = Partition.even(scenario.request.new_tokens, 4)
     one, zigzag = (
-        run_partition(scenario, get_strategy("pp+cp4"), whole),
-        run_partition(scenario, get_strategy("zigzag"), even),
+        run_partition(executed(scenario, get_strategy("pp+cp4")), whole),
+        run_partition(executed(scenario, get_strategy("zigzag")), even),
     )
     assert one.finish_s == pytest.approx(zigzag.finish_s, rel=1e-12)
 
@@ -42,11 +42,12 @@ def test_context_ranks_hold_the_whole_cache_of_their_layers() -> None:
     scenario, _ = make_scenario(ctx="64k", gpus=8, model="llama-3-8b", cluster="h100-nvlink")
     cut = Partition.even(2**16, 4)
     placed = [
-        for_strategy(on, get_strategy(name))
+        place(on, get_strategy(name)).placed
         for on, name in ((scenario, "tp2+pp2+cp2"), (scenario.on_gpus(4), "tp2+pp2"))
     ]
     split, whole = (
-        memory_of(one, get_strategy(name), cut) for one, name in zip(placed, ("tp2+pp2+cp2", "tp2+pp2"), strict=True)
+        memory_of(executed(one, get_strategy(name)), cut)
+        for one, name in zip(placed, ("tp2+pp2+cp2", "tp2+pp2"), strict=True)
     )
     stages = [whole[index // 4 * 2] for index in range(8)]
     assert [part.weights for part in split] == [part.weights for part in stages]

@@ -12,9 +12,11 @@ from kvrsim.compile import build_program, columns
 from kvrsim.executors.run import run_program
 from kvrsim.model.load import load_model
 from kvrsim.model.mixers import Recurrence
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import Compute
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
+from tests.building import executed
 
 
 def of_states_alone(num_gpus: int, ctx: int, bandwidth: str) -> Scenario:
@@ -40,9 +42,9 @@ def test_the_wait_for_states_is_paid_once(num_gpus: int, bandwidth: str) -> None
     scenario = of_states_alone(num_gpus, 16384, bandwidth)
     chunk = np.array([16384.0 / num_gpus])
     strategy = STRATEGIES["kvr-e"]
-    program = build_program(scenario, strategy, columns([int(chunk[0])] * num_gpus))
+    program = build_program(executed(scenario, strategy), columns([int(chunk[0])] * num_gpus))
     finish_s = run_program(program, scenario.cluster)[:, 0]
-    (costs,) = scenario.layer_costs()
+    (costs,) = PlacedScenario.of(scenario).layer_costs()
     scan_s = costs.mixer.attention_s(chunk, chunk)[0]
     layer_s = costs.qkv_s(chunk)[0] + scan_s + costs.output_mlp_s(chunk)[0]
     (mixer,) = {layer.mixer for layer in scenario.model.layers}
@@ -62,5 +64,7 @@ def test_uneven_chunks_gain_nothing_where_all_layers_have_a_state() -> None:
     rng = np.random.default_rng(0)
     cuts = [even, *(np.diff([0, *sorted(rng.integers(3000, 13000, 3)), 16384]).tolist() for _ in range(50))]
     cuts = [cut for cut in cuts if min(cut) > 0]
-    ttft_s = [run_program(build_program(scenario, strategy, columns(cut)), scenario.cluster)[-1][0] for cut in cuts]
+    ttft_s = [
+        run_program(build_program(executed(scenario, strategy), columns(cut)), scenario.cluster)[-1][0] for cut in cuts
+    ]
     assert int(np.argmin(ttft_s)) == 0

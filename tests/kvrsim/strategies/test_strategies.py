@@ -17,7 +17,7 @@ from kvrsim.kernels.attention import EagerRates
 from kvrsim.program import AllGather, Compute, Program, Send
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, get_strategy
-from tests.building import examples
+from tests.building import examples, executed
 
 
 def scenario_of(tokens: int, gpus: int, **options: Any) -> Scenario:
@@ -32,7 +32,7 @@ def scenario_of(tokens: int, gpus: int, **options: Any) -> Scenario:
 
 
 def program_of(scenario: Scenario, name: str, chunks: Sequence[int]) -> Program:
-    return build_program(scenario, STRATEGIES[name], [np.array([float(chunk)]) for chunk in chunks])
+    return build_program(executed(scenario, STRATEGIES[name]), [np.array([float(chunk)]) for chunk in chunks])
 
 
 def dot_products(program: Program, rank: int) -> float:

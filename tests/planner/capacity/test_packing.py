@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.builder import make_scenario
-from kvrsim.compile import for_strategy
 from kvrsim.errors import InputError
+from kvrsim.execution import place
 from kvrsim.executors.run import run_partition
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from planner.capacity.fleet import GroupPool, PoolRun, Service, run_pool
 from planner.capacity.packing import Packing, PackingRule, Piece
 from planner.capacity.times import StrategyPolicy
-from tests.building import examples
+from tests.building import examples, executed
 
 LAYOUTS = [("single", 1), ("tp", 2), ("pp", 3), ("tp2+pp", 4)]
 BUDGET = 4096
@@ -30,7 +30,7 @@ lengths = st.integers(1, 3000)
 def per_rank(name: str, gpus: int, ctx: int = 4096, **more: Any) -> tuple[Scenario, Strategy]:
     scenario, _ = make_scenario(ctx=ctx, gpus=gpus, model="llama-3-8b", cluster="h100-nvlink", **more)
     strategy = get_strategy(name)
-    return for_strategy(scenario, strategy), strategy
+    return place(scenario, strategy).placed, strategy
 
 
 @examples(100)
@@ -66,20 +66,20 @@ def test_one_prompt_in_one_step_takes_its_ttft(name: str, gpus: int, engine: str
     """The error is up to 1.5 %: host times are summed per step; times of logits and prefixes are interpolated."""
     for new, cached in ((2500, 500), (40, 9000)):
         scenario, strategy = per_rank(name, gpus, ctx=new + cached, cached_prefix=cached, engine=engine)
-        ttft_s = run_partition(scenario, strategy, Partition.even(new, 1)).ttft_s
-        packing = Packing(scenario, strategy, BUDGET, 32768)
+        ttft_s = run_partition(executed(scenario, strategy), Partition.even(new, 1)).ttft_s
+        packing = Packing(executed(scenario, strategy), BUDGET, 32768)
         assert packing.alone_s(new, cached) == pytest.approx(ttft_s, rel=0.015)
 
 
 def test_a_prompt_longer_than_the_budget_runs_as_pieces_of_a_pipeline() -> None:
     scenario, strategy = per_rank("pp", 3)
-    ttft_s = run_partition(scenario, strategy, Partition(chunk_lens=(1000, 1000, 1000, 1000, 96))).ttft_s
-    assert Packing(scenario, strategy, 1000, 4096).alone_s(4096, 0) == pytest.approx(ttft_s, rel=0.02)
+    ttft_s = run_partition(executed(scenario, strategy), Partition(chunk_lens=(1000, 1000, 1000, 1000, 96))).ttft_s
+    assert Packing(executed(scenario, strategy), 1000, 4096).alone_s(4096, 0) == pytest.approx(ttft_s, rel=0.02)
 
 
 @pytest.mark.parametrize("engine", ["none", "serving"])
 def test_two_in_a_step_are_between_the_longer_alone_and_both_in_turn(engine: str) -> None:
-    packing = Packing(*per_rank("single", 1, engine=engine), 6000, 4096)
+    packing = Packing(executed(*per_rank("single", 1, engine=engine)), 6000, 4096)
 
     def seconds(*pieces: Piece) -> float:
         free_s = [0.0]
@@ -104,7 +104,7 @@ def served(packing: Packing, new: np.ndarray, arrival_s: np.ndarray, replicas: i
 
 @pytest.mark.parametrize("budget", [300, 3000])
 def test_every_packed_prompt_is_served(budget: int) -> None:
-    packing = Packing(*per_rank("pp", 2), budget, 4096)
+    packing = Packing(executed(*per_rank("pp", 2)), budget, 4096)
 
     @examples(15)
     @given(replicas=st.integers(1, 3), seed=st.integers(0, 99))
@@ -124,7 +124,7 @@ def test_every_packed_prompt_is_served(budget: int) -> None:
 
 @pytest.mark.parametrize("name", ["single", "pp"])
 def test_a_full_pipeline_serves_as_fast_as_its_slowest_stage(name: str) -> None:
-    packing = Packing(*per_rank(name, 1 if name == "single" else 3, ctx=2048), 2048, 4096)
+    packing = Packing(executed(*per_rank(name, 1 if name == "single" else 3, ctx=2048)), 2048, 4096)
     free_s = [0.0] * packing.num_stages
     packing.run(free_s, 0.0, [Piece(0, 2048, 0, 2048, True)])
     slowest_s = max(np.diff(free_s, prepend=0.0))
@@ -138,5 +138,5 @@ def test_what_cannot_be_packed_is_refused() -> None:
             StrategyPolicy(names=(name,), packs=True)
     for more in ({"engine": "lmdeploy-0.1"}, {"cached_prefix": 1024, "prefix_placement": "host"}):
         with pytest.raises(InputError) as caught:
-            Packing(*per_rank("tp", 2, **more), BUDGET, 4096)
+            Packing(executed(*per_rank("tp", 2, **more)), BUDGET, 4096)
         assert caught.value.parameter in more

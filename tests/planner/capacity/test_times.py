@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from kvrsim.builder import make_scenario
-from kvrsim.compile import build_program, columns, for_strategy
+from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
+from kvrsim.execution import place
 from kvrsim.executors.batch import run_batch
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import run_partition
@@ -23,6 +24,7 @@ from planner.capacity.times import GridPoints, Prefills, ServiceTimes, StrategyP
 from planner.capacity.work import Work
 from planner.capacity.workload import Workload
 from planner.search.search import search
+from tests.building import executed
 
 CHAINS = StrategyPolicy(names=("single", "tsp", "kvr-s"))
 KVR = STRATEGIES["kvr-s"]
@@ -38,10 +40,10 @@ def scenario(profile: str, gpus: int = 1, ctx: int = 1024, cached: int = 0) -> S
 def best_s(profile: str, gpus: int, new: int, cached: int) -> float:
     """TTFT of the fastest strategy with its best partition."""
     options = scenario(profile, gpus, new + cached, cached)
-    result = [search(options, KVR).ttft_s] if gpus > 1 else []
+    result = [search(executed(options, KVR)).ttft_s] if gpus > 1 else []
     for name, count in (("single", 1), ("tsp", gpus)):
         placed, strategy = options.on_gpus(count), STRATEGIES[name]
-        result.append(run_partition(placed, strategy, partition_of(placed, strategy, None)).ttft_s)
+        result.append(run_partition(executed(placed, strategy), partition_of(executed(placed, strategy), None)).ttft_s)
     return min(result)
 
 
@@ -76,7 +78,7 @@ def test_ranks_that_begin_within_their_slack_end_no_later(profile: str, new: int
     assert slack_s[0] == 0
     assert (slack_s[1:] > 0).any()
     options = prefills.at(cached, new)
-    program = build_program(options, KVR, [np.array([chunk]) for chunk in chunks[0]])
+    program = build_program(options, [np.array([chunk]) for chunk in chunks[0]])
     late = delayed(program, slack_s)
     assert run_batch(late, options.cluster)[:, 0] == pytest.approx(finish_s[0], rel=1e-6)
     assert EventSimulation(late, options.cluster, record=False).finish_s == pytest.approx(
@@ -143,8 +145,8 @@ def test_times_at_a_power_of_two_are_those_of_a_plan(name: str) -> None:
     times = Prefills(large(8), strategy).times(0, knots, 0, 4096)
     assert times is not None
     for knot, ttft_s in zip(knots.tolist(), times.ttft_s.tolist(), strict=True):
-        placed = for_strategy(large(8, knot), strategy)
-        planned_s = run_partition(placed, strategy, partition_of(placed, strategy)).ttft_s
+        placed = place(large(8, knot), strategy).placed
+        planned_s = run_partition(executed(placed, strategy), partition_of(executed(placed, strategy))).ttft_s
         if knot.bit_count() == 1:  # other lengths use the clock and the partition of a longer prompt
             assert ttft_s == pytest.approx(planned_s, rel=0.015)
         assert ttft_s == pytest.approx(planned_s, rel=0.05)
@@ -160,7 +162,7 @@ def test_prompts_behind_each_other_in_a_pipeline_take_as_long_as_alone() -> None
     pieces = prefills.pieces(np.array([4096]), 0)[0]
     assert pieces > 1
     placed = prefills.at(0, 4096)
-    program = build_program(placed, strategy, columns(np.full(pieces, 4096 / pieces)))
+    program = build_program(placed, columns(np.full(pieces, 4096 / pieces)))
     slack_s = times.slack_s[0]
     assert (np.diff(slack_s) > 0).all()
     ends_s = EventSimulation(delayed(program, slack_s), placed.cluster, record=False).finish_s
@@ -173,8 +175,8 @@ def test_the_longest_prompt_that_fits_is_the_plans() -> None:
     most = times.most_new_tokens
     assert 1 < most < 65536
     for tokens, fit in ((most, True), (most + 1, False)):
-        placed = for_strategy(large(2, tokens), strategy)
-        assert fits(placed, memory_of(placed, strategy, partition_of(placed, strategy))) is fit
+        placed = place(large(2, tokens), strategy).placed
+        assert fits(placed, memory_of(executed(placed, strategy), partition_of(executed(placed, strategy)))) is fit
 
 
 @pytest.mark.parametrize(("model", "gpus", "name"), [("llama-2-7b", 8, "tp8"), ("llama-3.1-70b", 8, "pp8")])
@@ -193,10 +195,10 @@ def test_groups_whose_memory_ends_within_the_cached_prefixes(model: str, gpus: i
     seconds = times.seconds(group, np.full(6, 4096), prefix)
     assert np.isfinite(seconds).tolist() == [True, True, True, False, False, False]
     for index in range(3):
-        scenario = prefills.at(int(prefix[index]), 4096)
-        partition = partition_of(scenario, prefills.strategy)
-        assert fits(scenario, memory_of(scenario, prefills.strategy, partition))
-        assert seconds[index] == pytest.approx(run_partition(scenario, prefills.strategy, partition).ttft_s, rel=0.05)
+        execution = prefills.at(int(prefix[index]), 4096)
+        partition = partition_of(execution)
+        assert fits(execution.placed, memory_of(execution, partition))
+        assert seconds[index] == pytest.approx(run_partition(execution, partition).ttft_s, rel=0.05)
 
 
 @pytest.mark.parametrize(("cluster", "gpus", "name"), [("l40s-pcie", 1, "single"), ("h100-nvlink", 4, "tsp")])
@@ -208,8 +210,8 @@ def test_times_between_tiles_of_kernels_are_those_of_a_simulation(cluster: str, 
     simulated = Prefills(options, get_strategy(name))
     errors = times.seconds(GroupType(gpus), lengths, np.zeros_like(lengths))
     for index, tokens in enumerate(lengths.tolist()):
-        scenario = simulated.at(0, tokens)
-        errors[index] /= run_partition(scenario, simulated.strategy, partition_of(scenario, simulated.strategy)).ttft_s
+        execution = simulated.at(0, tokens)
+        errors[index] /= run_partition(execution, partition_of(execution)).ttft_s
     assert errors == pytest.approx(np.ones(len(lengths)), abs=0.03)
     assert abs(np.median(errors) - 1) < 0.02  # the clock is that of the next power of two
 
@@ -234,7 +236,7 @@ def test_requests_of_few_lengths_take_as_long_as_in_a_simulation(prefixes: tuple
     simulated_s = []
     for new, prefix in pairs.tolist():
         prompt = Prefills(options, strategy).at(prefix, new)
-        simulated_s.append(run_partition(prompt, strategy, partition_of(prompt, strategy)).ttft_s)
+        simulated_s.append(run_partition(prompt, partition_of(prompt)).ttft_s)
     assert service.ttft_s == pytest.approx(simulated_s, rel=1e-9 if is_exact else 0.05)
     assert {service.strategies[index] for index in service.length_class} == {"tsp"}
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.builder import make_scenario
-from kvrsim.compile import for_strategy
+from kvrsim.execution import place
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, Strategy
@@ -26,6 +27,7 @@ from tests.building import (
     as_measured,
     draws,
     examples,
+    executed,
     scenario_in,
     scenarios,
     strategy_of,
@@ -81,14 +83,14 @@ def in_whole_steps(scenario: Scenario, rows: Array) -> Array:
 def assert_nothing_beats_the_bound(scenario: Scenario, seed: int, count: int, strategy: Strategy = KVR) -> None:
     """Test bounds from an ordinary and from a slow TTFT; a bound from the best TTFT is below it by construction."""
     cuts = partitions(scenario, seed, count)
-    ttft_s = Evaluator(scenario, strategy).ttft_s(cuts)
+    ttft_s = Evaluator(executed(scenario, strategy)).ttft_s(cuts)
     best_s, best = float(ttft_s.min()), cuts[ttft_s.argmin()]
     if scenario.cluster.topology != "bus":
-        found = search(scenario, strategy, stride=1)
+        found = search(executed(scenario, strategy), stride=1)
         if found.ttft_s < best_s:
             best_s, best = found.ttft_s, np.array(found.partition.chunk_lens)
     for known_s in (float(ttft_s[0]), float(ttft_s.max())):
-        bound_s = lower_bound_s(scenario, strategy, max(known_s, best_s))
+        bound_s = lower_bound_s(executed(scenario, strategy), max(known_s, best_s))
         assert 0 <= bound_s <= best_s * EXACT, f"{best.tolist()} takes {best_s:.6g} s, less than {bound_s:.6g} s"
 
 
@@ -135,7 +137,7 @@ def test_every_kind_of_layer(kind: str, rng: Draws, seed: int) -> None:
 
 @given(rng=draws(), scenario=anything(), seed=SEEDS)
 @examples(25)
-def test_what_own_measurements_tell(rng: Draws, scenario: Scenario, seed: int) -> None:
+def test_what_own_measurements_tell(rng: Draws, scenario: PlacedScenario, seed: int) -> None:
     """Scenarios with measured sizes, masked rectangles, and copies in place."""
     scenario = as_measured(rng, scenario)
     assert_nothing_beats_the_bound(scenario, seed, 15 if scenario.cluster.topology == "bus" else 300)
@@ -153,9 +155,9 @@ def test_query_blocks(rng: Draws, seed: int, measured: bool) -> None:
 @given(scenario=scenarios(num_gpus=(1, 1)))
 @examples(20)
 def test_one_gpu(scenario: Scenario) -> None:
-    only_s = search(scenario, KVR).ttft_s
+    only_s = search(executed(scenario, KVR)).ttft_s
     issued_s = scenario.host.layer_s * len(scenario.model.layers)
-    assert issued_s <= lower_bound_s(scenario, KVR, only_s) * EXACT <= only_s * EXACT**2
+    assert issued_s <= lower_bound_s(executed(scenario, KVR), only_s) * EXACT <= only_s * EXACT**2
 
 
 @pytest.mark.parametrize(
@@ -201,20 +203,20 @@ def test_the_bound_is_close(gap: float, steps: int, options: dict[str, Any], mon
         improve(intervals)
 
     monkeypatch.setattr(_Intervals, "improve", counted)
-    scenario = for_strategy(make_scenario(**{"model": "llama-7b"} | options)[0], KVR)
-    ttft_s = search(scenario, KVR).ttft_s
+    scenario = place(make_scenario(**{"model": "llama-7b"} | options)[0], KVR).placed
+    ttft_s = search(executed(scenario, KVR)).ttft_s
     targets.clear()
-    bound_s = lower_bound_s(scenario, KVR, ttft_s)
+    bound_s = lower_bound_s(executed(scenario, KVR), ttft_s)
     assert 1.0 <= ttft_s / bound_s <= 1.0 + gap
     assert sum(map(len, targets)) <= steps
 
 
 @pytest.mark.parametrize("cached", [0, 500])
 def test_partitions_between_walls_have_all_tokens(cached: int) -> None:
-    scenario = for_strategy(make_scenario(ctx=2000, gpus=4, model="llama-7b", cached_prefix=cached)[0], KVR)
+    scenario = place(make_scenario(ctx=2000, gpus=4, model="llama-7b", cached_prefix=cached)[0], KVR).placed
     even = np.full(4, (2000 - cached) / 4)
-    ttft_s = float(Evaluator(scenario, KVR).ttft_s(even[None])[0])
-    _, plans = lower_bound_and_plans(scenario, KVR, ttft_s, even)
+    ttft_s = float(Evaluator(executed(scenario, KVR)).ttft_s(even[None])[0])
+    _, plans = lower_bound_and_plans(executed(scenario, KVR), ttft_s, even)
     assert plans.sum(axis=1) == pytest.approx(2000 - cached)
     assert plans.shape == (4, 4)  # those of the four weakest intervals
     assert (plans >= 1).all()

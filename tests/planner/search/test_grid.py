@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.builder import make_scenario
-from kvrsim.compile import for_strategy
+from kvrsim.execution import place
 from kvrsim.program import Array
 from kvrsim.strategies import KVR_S
 from planner.search.grid import Grid
 from planner.search.minimise import Boundaries, chunk_lens
 from planner.search.search import search
-from tests.building import Draws, draws, examples
+from tests.building import Draws, draws, examples, executed
 
 
 class Counted:
@@ -124,9 +124,9 @@ def test_two_ranks_take_a_binary_search(tokens: int, stride: int, share: float) 
 @pytest.mark.parametrize(("gpus", "ctx"), [(4, "16k"), (8, "8k"), (8, "16k")])
 def test_the_grid_is_as_good_as_the_search_in_use(gpus: int, ctx: str) -> None:
     """A boundary can move by more than the even share, and rank 0 has the longest chunk (Fig. 10 a)."""
-    scenario = for_strategy(make_scenario(model="llama-7b", gpus=gpus, ctx=ctx)[0], KVR_S)
-    grid = search(scenario, KVR_S, method="grid")
-    assert grid.ttft_s == pytest.approx(search(scenario, KVR_S).ttft_s, rel=1e-3)
+    scenario = place(make_scenario(model="llama-7b", gpus=gpus, ctx=ctx)[0], KVR_S).placed
+    grid = search(executed(scenario, KVR_S), method="grid")
+    assert grid.ttft_s == pytest.approx(search(executed(scenario, KVR_S)).ttft_s, rel=1e-3)
     assert grid.partition.chunk_lens[0] == max(grid.partition.chunk_lens)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvrsim
-from kvrsim.compile import for_strategy
+from kvrsim.execution import Execution, place
 from kvrsim.hardware import SlowGpu, SlowLink, UnevenCluster
 from kvrsim.memory import memory_of
 from kvrsim.scenario import Partition, Scenario
@@ -19,6 +19,7 @@ from kvrsim.strategies import get_strategy
 from planner.candidates import partition_of
 from planner.search.minimise import Evaluator
 from planner.search.pipeline import search_even_pieces, search_pipeline, with_step_time
+from tests.building import executed
 
 SEARCHED = get_strategy("pp-s")
 STEPPING = "tensorrt-llm-0.5"  # a step of this engine costs 1.5 ms, with an uncertainty of more than a factor of two
@@ -27,7 +28,7 @@ STEPPING = "tensorrt-llm-0.5"  # a step of this engine costs 1.5 ms, with an unc
 def placed(**asked: object) -> Scenario:
     """A scenario prepared for the pipeline; eight H100 by default."""
     about = {"ctx": "32k", "gpus": 8, "model": "llama-3-8b", "cluster": "h100-nvlink"} | asked
-    return for_strategy(kvrsim.make_scenario(**about)[0], SEARCHED)  # type: ignore[arg-type]
+    return place(kvrsim.make_scenario(**about)[0], SEARCHED).placed  # type: ignore[arg-type]
 
 
 def with_layers(scenario: Scenario, count: int) -> Scenario:
@@ -48,7 +49,7 @@ def best_of_all(scenario: Scenario, stride: int) -> float:
                 math.comb(len(cuts), number), number
             )
             ends = np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (0, tokens)))
-            best_s = min(best_s, float(Evaluator(scenario, strategy).ttft_s(np.diff(ends, axis=1)).min()))
+            best_s = min(best_s, float(Evaluator(executed(scenario, strategy)).ttft_s(np.diff(ends, axis=1)).min()))
     return best_s
 
 
@@ -57,27 +58,27 @@ def best_of_all(scenario: Scenario, stride: int) -> float:
 def test_within_half_a_percent_of_the_best(model: str, gpus: int, layers: int, ctx: int, engine: str) -> None:
     """The best is taken over all pieces of eighths of the context and all stages of a few layers."""
     scenario = with_layers(placed(model=model, gpus=gpus, ctx=ctx, engine=engine), layers)
-    found = search_pipeline(scenario, SEARCHED, stride=ctx // 8)
+    found = search_pipeline(executed(scenario, SEARCHED), stride=ctx // 8)
     assert found.ttft_s <= best_of_all(scenario, ctx // 8) * 1.005
 
 
 @pytest.mark.parametrize("model", ["llama-3-8b", "llama-3-70b"])
 def test_no_slower_than_even_pieces(model: str) -> None:
     """Times are means over the uncertain seconds of a step."""
-    scenario = with_step_time(placed(model=model, ctx="128k"), "mean")
-    even = search_even_pieces(scenario, get_strategy("pp")).partition
-    even_s = Evaluator(scenario, get_strategy("pp")).one(even.chunk_lens)
-    assert search_pipeline(scenario, SEARCHED).ttft_s <= even_s
+    scenario = with_step_time(executed(placed(model=model, ctx="128k"), SEARCHED), "mean").placed
+    even = search_even_pieces(executed(scenario, get_strategy("pp"))).partition
+    even_s = Evaluator(executed(scenario, get_strategy("pp"))).one(even.chunk_lens)
+    assert search_pipeline(executed(scenario, SEARCHED)).ttft_s <= even_s
 
 
 @pytest.mark.parametrize("model", ["qwen2.5-7b"])
-@pytest.mark.parametrize("steps", [lambda scenario: scenario, lambda scenario: with_step_time(scenario, "mean")])
-def test_eight_percent_faster_with_pieces_of_4k(model: str, steps: Callable[[Scenario], Scenario]) -> None:
+@pytest.mark.parametrize("steps", [lambda execution: execution, lambda execution: with_step_time(execution, "mean")])
+def test_eight_percent_faster_with_pieces_of_4k(model: str, steps: Callable[[Execution], Execution]) -> None:
     """The gain holds for 128k on eight GPUs, compared with the best number of even pieces of at least 4096 tokens."""
-    scenario = steps(placed(model=model, ctx="128k"))
-    even = Evaluator(scenario, get_strategy("pp"))
+    scenario = steps(executed(placed(model=model, ctx="128k"), SEARCHED)).placed
+    even = Evaluator(executed(scenario, get_strategy("pp")))
     even_s = min(even.one(Partition.even(131072, number).chunk_lens) for number in (4, 8, 12, 16, 20, 24, 28, 32))
-    found = search_pipeline(scenario, SEARCHED, least_piece=4096)
+    found = search_pipeline(executed(scenario, SEARCHED), least_piece=4096)
     assert min(found.partition.chunk_lens) >= 4096
     assert even_s / found.ttft_s >= 1.08
 
@@ -85,7 +86,7 @@ def test_eight_percent_faster_with_pieces_of_4k(model: str, steps: Callable[[Sce
 @pytest.mark.parametrize(("ctx", "stride", "least"), [(20000, 256, 1024), (20000, 1000, None), (131072, 64, 16384)])
 def test_pieces_are_multiples_and_above_the_floor(ctx: int, stride: int, least: int | None) -> None:
     """The last piece has the rest and may be another number of tokens."""
-    found = search_pipeline(placed(ctx=ctx), SEARCHED, stride=stride, least_piece=least)
+    found = search_pipeline(executed(placed(ctx=ctx), SEARCHED), stride=stride, least_piece=least)
     pieces = found.partition.chunk_lens
     assert all(piece % stride == 0 for piece in pieces[:-1])
     assert min(pieces) >= (least or stride)
@@ -94,9 +95,9 @@ def test_pieces_are_multiples_and_above_the_floor(ctx: int, stride: int, least: 
 def test_groups_that_are_no_power_of_two_divide_the_pieces() -> None:
     scenario, _ = kvrsim.make_scenario(ctx="12k", gpus=6, model="gpt-j-6b", profile="roofline", cluster="h100-nvlink")
     with pytest.raises(kvrsim.InputError):
-        search_pipeline(scenario, SEARCHED, stride=0)
+        search_pipeline(executed(scenario, SEARCHED), stride=0)
     hybrid = get_strategy("tp2+pp-s")
-    found = search_pipeline(for_strategy(scenario, hybrid), hybrid)
+    found = search_pipeline(executed(place(scenario, hybrid).placed, hybrid))
     assert all(piece % 2 == 0 for piece in found.partition.chunk_lens)
     assert found.strategy.stage_layers is not None
     assert sum(found.strategy.stage_layers) == 28
@@ -105,35 +106,35 @@ def test_groups_that_are_no_power_of_two_divide_the_pieces() -> None:
 def test_layers_of_a_stage_are_of_equal_time() -> None:
     """Balanced stages are not slower than equal numbers of layers, for a model with dense layers and experts."""
     scenario = placed(model="deepseek-v3", ctx="32k")
-    found = search_pipeline(scenario, SEARCHED)
+    found = search_pipeline(executed(scenario, SEARCHED))
     layers = found.strategy.stage_layers
     assert layers is not None
     assert sum(layers) == 61
     even = replace(SEARCHED, stage_layers=None)
-    assert found.ttft_s <= Evaluator(scenario, even).one(found.partition.chunk_lens) * (1 + 1e-9)
+    assert found.ttft_s <= Evaluator(executed(scenario, even)).one(found.partition.chunk_lens) * (1 + 1e-9)
 
 
 def test_stages_suit_slow_gpus_and_slow_links() -> None:
     """A slow GPU gets fewer layers; with a slow link in addition, four other distributions are not faster."""
     even = with_layers(placed(model="llama-7b", gpus=3, ctx=2048), 12)
     slow = replace(even, cluster=UnevenCluster.of(even.cluster, [SlowGpu(rank=1, factor=1.9)], []))
-    layers = search_pipeline(slow, SEARCHED).strategy.stage_layers
+    layers = search_pipeline(executed(slow, SEARCHED)).strategy.stage_layers
     assert layers is not None
     assert layers[1] < min(layers[0], layers[2])
     link = even.cluster.with_link(24.6e6, 1e-5)
     scenario = replace(
         slow, cluster=UnevenCluster.of(link, slow.cluster.slow_gpus, [SlowLink(first=0, second=1, factor=16)])
     )
-    found = search_pipeline(scenario, SEARCHED)
+    found = search_pipeline(executed(scenario, SEARCHED))
     same = [replace(SEARCHED, stage_layers=one) for one in ((4, 4, 4), (1, 1, 10), (10, 1, 1), (1, 10, 1))]
-    others_s = [Evaluator(scenario, one).one(found.partition.chunk_lens) for one in same]
+    others_s = [Evaluator(executed(scenario, one)).one(found.partition.chunk_lens) for one in same]
     assert found.ttft_s <= min(others_s)
 
 
 def test_a_stage_holds_the_weights_of_its_layers() -> None:
     scenario = placed(gpus=2, ctx="8k")
     uneven = replace(SEARCHED, stage_layers=(24, 8))
-    first, second = memory_of(scenario, uneven, Partition.even(8192, 4))
+    first, second = memory_of(executed(scenario, uneven), Partition.even(8192, 4))
     assert first.kv_cache == 3 * second.kv_cache
 
 
@@ -158,8 +159,8 @@ def pipeline(**asked: object) -> tuple[kvrsim.Scenario, list[int]]:
     about = {"ctx": "128k", "gpus": 8, "model": "llama-3-70b", "cluster": "h100-nvlink"} | asked
     scenario, _ = kvrsim.make_scenario(**about)  # type: ignore[arg-type]
     strategy = get_strategy("pp")
-    placed = for_strategy(scenario, strategy)
-    return placed, list(partition_of(placed, strategy).chunk_lens)
+    placed = place(scenario, strategy).placed
+    return placed, list(partition_of(executed(placed, strategy)).chunk_lens)
 
 
 def test_pieces_are_of_a_length_that_engines_run() -> None:
@@ -173,11 +174,11 @@ def test_pieces_are_of_a_length_that_engines_run() -> None:
 def test_pieces_are_the_best_for_a_dear_step() -> None:
     """At the upper end of the step's interval, no power of two of pieces is better by more than 0.3 %."""
     scenario, pieces = pipeline(engine=STEPPING)
-    dear = with_step_time(scenario, "p90")
-    assert dear.host.step_s > 2 * scenario.host.step_s
     strategy = get_strategy("pp")
-    evaluator = Evaluator(dear, strategy, None)
-    assert search_even_pieces(scenario, strategy).partition.chunk_lens == tuple(pieces)
+    dear = with_step_time(executed(scenario, strategy), "p90")
+    assert dear.placed.host.step_s > 2 * scenario.host.step_s
+    evaluator = Evaluator(dear)
+    assert search_even_pieces(executed(scenario, strategy)).partition.chunk_lens == tuple(pieces)
     best_s = evaluator.ttft_s(np.array([pieces], dtype=float))[0]
     for number in (8, 16, 32, 64, 128, 256):
         other_s = evaluator.ttft_s(np.full((1, number), 131072 / number))[0]

@@ -19,7 +19,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.search.minimise import Evaluator
 from planner.search.search import default_stride, search
-from tests.building import Draws, any_partition, any_scenario, draws, examples, scenario_in, scenarios
+from tests.building import Draws, any_partition, any_scenario, draws, examples, executed, scenario_in, scenarios
 
 KVR = STRATEGIES["kvr-s"]
 CLOSE = 1.001  # within 0.1 %
@@ -56,9 +56,9 @@ def test_as_good_as_trying_all(rng: Draws) -> None:
     scenario = any_scenario(rng, num_gpus=(2, 4), tokens=(20, 4000))
     tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
     stride = max(1, tokens // {2: 1000, 3: 120, 4: 40}[ranks])
-    found = search(scenario, KVR, stride=stride)
+    found = search(executed(scenario, KVR), stride=stride)
     assert sum(found.partition.chunk_lens) == tokens
-    evaluator = Evaluator(scenario, KVR)
+    evaluator = Evaluator(executed(scenario, KVR))
     assert evaluator.one(found.partition.chunk_lens) == pytest.approx(found.ttft_s, rel=1e-12)
     best_s = evaluator.ttft_s(all_partitions(tokens, ranks, stride)).min()
     assert found.ttft_s <= best_s * CLOSE
@@ -70,9 +70,9 @@ def test_as_good_as_trying_all(rng: Draws) -> None:
 def test_nothing_near_or_random_is_better(rng: Draws) -> None:
     """No random or neighbouring partition is better than the result with the default stride, for up to eight ranks."""
     scenario = any_scenario(rng, num_gpus=(2, 8))
-    found = search(scenario, KVR)
+    found = search(executed(scenario, KVR))
     stride = default_stride(scenario.request.new_tokens, scenario.cluster.num_gpus)
-    evaluator = Evaluator(scenario, KVR)
+    evaluator = Evaluator(executed(scenario, KVR))
     assert found.ttft_s <= evaluator.ttft_s(random_partitions(rng, scenario, 300)).min() * CLOSE
     assert found.ttft_s <= evaluator.ttft_s(neighbours(found.partition.chunk_lens, stride)).min() * CLOSE
 
@@ -82,18 +82,18 @@ def test_nothing_near_or_random_is_better(rng: Draws) -> None:
 @examples(8)
 def test_the_default_stride_is_fine_enough(scenario: Scenario) -> None:
     """The default stride also suits very slow links, where all but one rank should have a single token."""
-    assert search(scenario, KVR).ttft_s <= search(scenario, KVR, stride=1).ttft_s * CLOSE
+    assert search(executed(scenario, KVR)).ttft_s <= search(executed(scenario, KVR), stride=1).ttft_s * CLOSE
 
 
 @pytest.mark.parametrize("method", METHODS)
 @given(scenario=scenarios(num_gpus=(1, 5)))
 @examples(10)
 def test_every_method_answers_with_a_partition(method: str, scenario: Scenario) -> None:
-    found = search(scenario, KVR, method=method)
+    found = search(executed(scenario, KVR), method=method)
     assert sum(found.partition.chunk_lens) == scenario.request.new_tokens
     assert len(found.partition.chunk_lens) == scenario.cluster.num_gpus
     assert found.report.evaluations >= 1
-    again = search(scenario, KVR, method=method)
+    again = search(executed(scenario, KVR), method=method)
     assert (again.partition, again.ttft_s) == (found.partition, found.ttft_s)
 
 
@@ -101,7 +101,7 @@ def test_every_method_answers_with_a_partition(method: str, scenario: Scenario) 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_token_a_rank(ranks: int, method: str) -> None:
     scenario, _ = kvrsim.make_scenario(ctx=ranks, gpus=ranks)
-    assert search(scenario, KVR, method=method).partition.chunk_lens == (1,) * ranks
+    assert search(executed(scenario, KVR), method=method).partition.chunk_lens == (1,) * ranks
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ def test_a_token_a_rank(ranks: int, method: str) -> None:
 )
 def test_mistakes_name_the_argument(about: Any, gpus: int, asked: Any, parameter: str) -> None:
     scenario, _ = kvrsim.make_scenario(ctx=100, gpus=2, **about)
-    assert sum(search(scenario, KVR).partition.chunk_lens) == scenario.request.new_tokens
+    assert sum(search(executed(scenario, KVR)).partition.chunk_lens) == scenario.request.new_tokens
     with pytest.raises(InputError) as caught:
-        search(scenario.on_gpus(gpus), KVR, **asked)
+        search(executed(scenario.on_gpus(gpus), KVR), **asked)
     assert caught.value.parameter == parameter
 
 
@@ -126,7 +126,10 @@ def test_mistakes_name_the_argument(about: Any, gpus: int, asked: Any, parameter
 def test_a_search_near_the_chain_begins_from_its_best_partition(name: str) -> None:
     """The result is the same with a given and with a searched start, and not slower than the chain's chunks."""
     scenario, _ = make_scenario(gpus=4, ctx=4096)
-    chain, strategy = search(scenario, STRATEGIES["kvr-s"]), STRATEGIES[name]
-    found, given = search(scenario, strategy), search(scenario, strategy, warm_start=chain.partition)
+    chain, strategy = search(executed(scenario, STRATEGIES["kvr-s"])), STRATEGIES[name]
+    found, given = (
+        search(executed(scenario, strategy)),
+        search(executed(scenario, strategy), warm_start=chain.partition),
+    )
     assert (found.partition, found.ttft_s) == (given.partition, given.ttft_s)
-    assert found.ttft_s <= Evaluator(scenario, strategy).one(chain.partition.chunk_lens)
+    assert found.ttft_s <= Evaluator(executed(scenario, strategy)).one(chain.partition.chunk_lens)

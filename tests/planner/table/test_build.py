@@ -22,6 +22,7 @@ from planner.search.search import search
 from planner.table.build import draft_of, make_table
 from planner.table.lookup import best_lookup
 from planner.table.table import PartitionTable, look_up
+from tests.building import executed
 
 KVR = STRATEGIES["kvr-s"]
 
@@ -38,7 +39,7 @@ def at(scenario: Scenario, num_gpus: int, context_len: int) -> Scenario:
 
 
 def ttft_s(scenario: Scenario, partition: Sequence[int]) -> float:
-    return Evaluator(scenario, KVR).one(tuple(partition))
+    return Evaluator(executed(scenario, KVR)).one(tuple(partition))
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +52,11 @@ def tables() -> dict[str, PartitionTable]:
 def test_entries_are_as_good_as_a_search(tables: dict[str, PartitionTable], profile: str) -> None:
     for entry in tables[profile].entries:
         scenario = at(scenario_of(profile), entry.num_gpus, entry.context_len)
-        value = search(scenario, KVR)
+        value = search(executed(scenario, KVR))
         assert entry.ttft_s == pytest.approx(ttft_s(scenario, entry.partition), rel=1e-12)
         assert entry.ttft_s <= 1.0015 * value.ttft_s
         assert entry.ttft_low_s <= entry.ttft_s <= entry.ttft_high_s
-        bound_s = value.lower_bound_s or lower_bound_s(scenario, KVR, value.ttft_s)
+        bound_s = value.lower_bound_s or lower_bound_s(executed(scenario, KVR), value.ttft_s)
         assert entry.ttft_s / (1 + entry.gap) == pytest.approx(bound_s, rel=1e-3)
         even = ttft_s(scenario, [entry.context_len // entry.num_gpus] * entry.num_gpus)
         assert entry.speedup_over_even == pytest.approx(even / entry.ttft_s)
@@ -69,7 +70,7 @@ def test_between_entries_kvr_p_is_near_kvr_s(tables: dict[str, PartitionTable], 
             scenario = at(scenario_of(profile), num_gpus, context_len)
             value = look_up(tables[profile], num_gpus, context_len)
             assert value.source == "interpolated"
-            assert ttft_s(scenario, value.partition) <= 1.015 * search(scenario, KVR).ttft_s
+            assert ttft_s(scenario, value.partition) <= 1.015 * search(executed(scenario, KVR)).ttft_s
 
 
 def test_kvr_p_takes_its_chunks_from_the_table(tables: dict[str, PartitionTable], tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_a_table_of_another_setting_is_said(
 ) -> None:
     table = tables["a100-eager"]
     scenario, _ = make_scenario(ctx=8192, gpus=4, **options)  # type: ignore[arg-type]
-    notes = table.notes_for(scenario, STRATEGIES["kvr-p"])
+    notes = table.notes_for(executed(scenario, STRATEGIES["kvr-p"]))
     assert len(notes) == 1
     assert named in notes[0]
     plan = make_plan(scenario, strategies=("kvr-p",), search=Search(options=SearchArgs(table=table)))
@@ -128,6 +129,6 @@ def test_tables_and_maps_of_too_many_entries_are_refused_at_once() -> None:
 def test_where_the_host_sets_the_pace_entries_are_balanced(num_gpus: int) -> None:
     """If many partitions are equally fast, the table has a balanced one, because lookups interpolate entries."""
     entry = make_table(scenario_of("a100-eager"), (num_gpus,), (1024,)).entries[0]
-    draft = draft_of(at(scenario_of("a100-eager"), num_gpus, 1024), KVR_S)
+    draft = draft_of(executed(at(scenario_of("a100-eager"), num_gpus, 1024), KVR_S))
     assert max(abs(a - b) for a, b in zip(entry.partition, draft.balanced, strict=True)) <= 128 // num_gpus
-    assert entry.ttft_s <= 1.0151 * search(at(scenario_of("a100-eager"), num_gpus, 1024), KVR).ttft_s
+    assert entry.ttft_s <= 1.0151 * search(executed(at(scenario_of("a100-eager"), num_gpus, 1024), KVR)).ttft_s

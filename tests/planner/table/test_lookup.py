@@ -13,19 +13,20 @@ from kvrsim.errors import InputError
 from kvrsim.notes import Note
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES
-from planner.candidates import per_rank_scenario
+from planner.candidates import execution_of
 from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.table.build import make_table
-from planner.table.lookup import best_lookup, table_scenario
+from planner.table.lookup import best_lookup, table_execution
 from planner.table.table import TableSetting, look_up, refined_lookup
+from tests.building import executed
 
 KVR_P = STRATEGIES["kvr-p"]
 
 
 def at(scenario: Scenario, context_len: int) -> Scenario:
     """The scenario with another context, per rank."""
-    return per_rank_scenario(replace(scenario, request=replace(scenario.request, context_len=context_len)), KVR_S)
+    return execution_of(replace(scenario, request=replace(scenario.request, context_len=context_len)), KVR_S).placed
 
 
 # Interpolation alone is far from the search here: the host, slow links or the GPU's slow arithmetic set the pace.
@@ -42,9 +43,9 @@ def test_a_lookup_is_near_the_search(options: dict[str, Any], lengths: tuple[int
     scenario, _ = make_scenario(**({"gpus": 8, "ctx": max(lengths)} | options))
     table = make_table(scenario, (scenario.num_gpus,), lengths)
     here = at(scenario, context_len)
-    lookup = refined_lookup(table, here, KVR_P)
-    ttft_s = Evaluator(here, KVR_S).one(lookup.partition)
-    assert ttft_s <= 1.01 * search(here, KVR_S).ttft_s
+    lookup = refined_lookup(table, executed(here, KVR_P))
+    ttft_s = Evaluator(executed(here, KVR_S)).one(lookup.partition)
+    assert ttft_s <= 1.01 * search(executed(here, KVR_S)).ttft_s
     assert sum(lookup.partition) == context_len
     assert lookup.fractions == tuple(chunk / context_len for chunk in lookup.partition)
     assert lookup.is_refined
@@ -80,12 +81,14 @@ SETTINGS: list[dict[str, Any]] = [
 def test_a_tables_setting_gives_its_scenario(options: dict[str, Any]) -> None:
     scenario, _ = make_scenario(**({"ctx": 8192, "gpus": 8} | options))
     setting = TableSetting.of(scenario)
-    per_rank, strategy = table_scenario(setting, 4, 4096)
-    assert strategy == KVR_S
-    assert setting.differences(per_rank) == []
+    execution = table_execution(setting, 4, 4096)
+    assert execution.strategy == KVR_S
+    assert setting.differences(execution.placed) == []
     asked = at(scenario.on_gpus(4), 4096)
     partition = (1025, 1024, 1024, 4096 - 3073 - scenario.request.cached_prefix)
-    assert Evaluator(per_rank, KVR_S).one(partition) == pytest.approx(Evaluator(asked, KVR_S).one(partition), rel=1e-12)
+    assert Evaluator(execution).one(partition) == pytest.approx(
+        Evaluator(executed(asked, KVR_S)).one(partition), rel=1e-12
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +100,7 @@ def test_a_setting_that_is_not_known_here_is_said(change: dict[str, str], named:
     table = make_table(scenario, (4,), (4096, 8192))
     table = replace(table, setting=replace(table.setting, **change))
     with pytest.raises(InputError):
-        table_scenario(table.setting, 4, 5000)
+        table_execution(table.setting, 4, 5000)
     lookup = best_lookup(table, 4, 5000)
     assert lookup.partition == look_up(table, 4, 5000).partition
     assert [note.code for note in lookup.warnings if isinstance(note, Note)] == ["not refined"]

@@ -10,7 +10,7 @@ from kvrsim.executors.run import run_partition
 from kvrsim.scenario import Partition
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.basis import breakdown
-from tests.building import Draws, any_partition, any_scenario, draws, examples
+from tests.building import Draws, any_partition, any_scenario, draws, examples, executed
 
 
 @pytest.mark.parametrize("name", ["tsp", "kvr-e"])
@@ -20,9 +20,9 @@ def test_a_ranks_rows_sum_to_its_finish(name: str, rng: Draws) -> None:
     scenario = any_scenario(rng, num_gpus=(2, 4))
     strategy = STRATEGIES[name]
     cut = Partition(chunk_lens=any_partition(rng, scenario.request.new_tokens, scenario.cluster.num_gpus))
-    run = run_partition(scenario, strategy, cut, timeline=True)
+    run = run_partition(executed(scenario, strategy), cut, timeline=True)
     assert run.timeline is not None
-    result = breakdown(scenario, strategy, cut, run.finish_s, run.timeline)
+    result = breakdown(executed(scenario, strategy), cut, run.finish_s, run.timeline)
     assert result.ttft_s == run.ttft_s
     for rank, end_s in enumerate(run.finish_s):
         rows = [row for row in result.rows if row.rank == rank]

@@ -18,14 +18,16 @@ from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.intervals import Interval, interval, interval_of
 from planner.uncertainty.intervals import is_indistinguishable as tied
 from planner.uncertainty.sensitivities import UNKNOWN, Sensitivities, Sensitivity
-from tests.building import Draws, any_scenario, draws, examples
+from tests.building import Draws, any_scenario, draws, examples, executed
 
 KVR = STRATEGIES["kvr-e"]
 
 
 def of(scenario: Scenario) -> Interval:
     """The interval of even chunks around a prediction of 1 s."""
-    return interval(scenario, KVR, Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus), 1.0)
+    return interval(
+        executed(scenario, KVR), Partition.even(scenario.request.new_tokens, scenario.cluster.num_gpus), 1.0
+    )
 
 
 def width(scenario: Scenario) -> float:

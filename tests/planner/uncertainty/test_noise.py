@@ -14,7 +14,7 @@ from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.uncertainty.noise import Disturbance
-from tests.building import Draws, any_partition, any_scenario, draws, examples
+from tests.building import Draws, any_partition, any_scenario, draws, examples, executed
 
 KVR = STRATEGIES["kvr-s"]
 
@@ -23,9 +23,9 @@ KVR = STRATEGIES["kvr-s"]
 def test_a_slow_gpu_gets_less_and_costs_less(slow: int) -> None:
     scenario, _ = make_scenario(ctx=8192, gpus=4)
     uneven = Disturbance(noise=parse_noise(f"slow-gpu:{slow}x1.5")).with_fixed_part(scenario)
-    clean, aware = search(scenario, KVR), search(uneven, KVR)
+    clean, aware = search(executed(scenario, KVR)), search(executed(uneven, KVR))
     assert aware.partition.chunk_lens[slow] < clean.partition.chunk_lens[slow]
-    unaware_s = Evaluator(uneven, KVR).one(clean.partition.chunk_lens)
+    unaware_s = Evaluator(executed(uneven, KVR)).one(clean.partition.chunk_lens)
     assert aware.ttft_s < 0.9 * unaware_s
     # With a slow GPU, no plan is as fast as on equal GPUs.
     assert clean.ttft_s < aware.ttft_s
@@ -39,7 +39,7 @@ def test_samples_in_blocks_are_those_of_one_block(topology: str, monkeypatch: py
     disturbance = Disturbance(noise=parse_noise("jitter:0.1"), num_samples=20)
 
     def distribution(reports: list[float]) -> Distribution:
-        own = candidate.per_rank, KVR, candidate.partition, candidate.ttft_s
+        own = candidate.execution, candidate.partition, candidate.ttft_s
         even_s = candidate.ttft_s
         return disturbance.distribution(*own, even_s=even_s, on_progress=lambda done, total, text: reports.append(done))
 
@@ -59,8 +59,8 @@ def test_the_bound_holds_on_uneven_clusters(rng: Draws) -> None:
     gpu, link = rng.randrange(ranks), rng.randrange(ranks - 1)
     noise = parse_noise(f"slow-gpu:{gpu}x{rng.uniform(1, 9):.3f}+slow-link:{link}-{link + 1}x{rng.uniform(1, 9):.3f}")
     uneven = Disturbance(noise=noise).with_fixed_part(scenario)
-    result = search(uneven, KVR)
+    result = search(executed(uneven, KVR))
     cuts = np.array([any_partition(rng, tokens, ranks) for _ in range(50)], dtype=float)
-    ttft_s = Evaluator(uneven, KVR).ttft_s(cuts)
-    bound_s = lower_bound_s(uneven, KVR, result.ttft_s)
+    ttft_s = Evaluator(executed(uneven, KVR)).ttft_s(cuts)
+    bound_s = lower_bound_s(executed(uneven, KVR), result.ttft_s)
     assert bound_s <= min(result.ttft_s, ttft_s.min()) * (1 + 1e-9)

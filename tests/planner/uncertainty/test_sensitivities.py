@@ -10,8 +10,8 @@ import pytest
 
 import kvrsim
 from kvrsim.builder import make_scenario
-from kvrsim.compile import for_strategy
 from kvrsim.engine import NO_HOST, Engine, EngineFit, builtin_engines, load_engine
+from kvrsim.execution import place
 from kvrsim.executors.run import run_partition
 from kvrsim.kernels.profile import load_profile
 from kvrsim.notes import with_code
@@ -19,6 +19,7 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.uncertainty.intervals import Interval, interval, measured_coverage
 from planner.uncertainty.sensitivities import Sensitivities, sensitivities
+from tests.building import executed
 
 TERMS = ("request_s", "token_s", "step_s", "layer_s", "collective_s")
 NOTHING = Engine(name="nothing", title="t", description="d", not_covered="n", host=NO_HOST)
@@ -29,24 +30,24 @@ COMPARED = EngineFit(source="s", num_rows=9, left_out="row", log_sd=0.04, covera
 def with_engine(engine: Engine | str, strategy: str = "kvr-e", **options: Any) -> tuple[Scenario, Partition]:
     """The scenario prepared for the strategy, and even chunks."""
     known = {"ctx": 2048, "gpus": 4, "profile": "a100-flash", "model": "llama-2-7b"}
-    placed = for_strategy(make_scenario(**(known | options), engine=engine)[0], STRATEGIES[strategy])
+    placed = place(make_scenario(**(known | options), engine=engine)[0], STRATEGIES[strategy]).placed
     return placed, Partition.even(placed.request.new_tokens, placed.cluster.num_gpus)
 
 
 def ttft_s(scenario: Scenario, strategy: str, partition: Partition) -> float:
-    return run_partition(scenario, STRATEGIES[strategy], partition).ttft_s
+    return run_partition(executed(scenario, STRATEGIES[strategy]), partition).ttft_s
 
 
 def around(engine: Engine | str, strategy: str = "kvr-e", **options: Any) -> tuple[float, Interval]:
     """TTFT with even chunks, and its interval."""
     scenario, even = with_engine(engine, strategy, **options)
     seconds = ttft_s(scenario, strategy, even)
-    return seconds, interval(scenario, STRATEGIES[strategy], even, seconds)
+    return seconds, interval(executed(scenario, STRATEGIES[strategy]), even, seconds)
 
 
 def sensitivities_of(engine: Engine | str, strategy: str, **options: Any) -> Sensitivities:
     scenario, even = with_engine(engine, strategy, **options)
-    return sensitivities(scenario, STRATEGIES[strategy], even)
+    return sensitivities(executed(scenario, STRATEGIES[strategy]), even)
 
 
 @pytest.mark.parametrize("name", builtin_engines())
@@ -63,7 +64,7 @@ def test_a_move_is_what_a_simulation_with_that_term_says(term: str, strategy: st
     host = replace(NO_HOST, layer_s=1e-4, request_s=0.003, token_s=1e-6, step_s=0.002, collective_s=1e-5)
     engine = replace(NOTHING, host=host, spread={term: 0.5})
     scenario, even = with_engine(engine, strategy)
-    result = interval(scenario, STRATEGIES[strategy], even, 1.0).by_source
+    result = interval(executed(scenario, STRATEGIES[strategy]), even, 1.0).by_source
     names = {"request_s": "request", "token_s": "tokens", "step_s": "step", "layer_s": "host"}
     name = names.get(term, "collectives")
     central = ttft_s(scenario, strategy, even)

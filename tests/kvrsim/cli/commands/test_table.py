@@ -18,6 +18,7 @@ from kvrsim.strategies import Strategy
 from planner import processes
 from planner.table import build
 from planner.table.build import Draft, draft_of
+from tests.building import executed
 from tests.building.commands import answer, refusal, run
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -127,7 +128,7 @@ def test_a_time_budget_writes_complete_entries_and_resumes(
     def slow(scenario: Scenario, strategy: Strategy) -> Draft:
         nonlocal now
         now += 50
-        return draft_of(scenario, strategy)
+        return draft_of(executed(scenario, strategy))
 
     words = [*BUILD, "-o", "table.json", "--time-budget", "100s"]
     with monkeypatch.context() as patch:
@@ -148,7 +149,7 @@ def test_interrupted_work_resumes(capsys: pytest.CaptureFixture[str], monkeypatc
     def interrupted(scenario: Scenario, strategy: Strategy) -> Draft:
         if len(drafts) == 2:
             raise KeyboardInterrupt
-        drafts.append(draft_of(scenario, strategy))
+        drafts.append(draft_of(executed(scenario, strategy)))
         return drafts[-1]
 
     words = [*BUILD, "-o", "table.json"]

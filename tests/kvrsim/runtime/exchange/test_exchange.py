@@ -23,6 +23,7 @@ from kvrsim.runtime.plan import RUN_STRATEGIES, RankSettings, RunPlan, run_strat
 from kvrsim.runtime.ranks import launch
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
+from tests.building import executed
 from tests.kvrsim.runtime.runtime_models import CONFIGS, variants
 from tests.kvrsim.runtime.runtime_workers import Result, exact, model_of, run_plan
 
@@ -84,7 +85,7 @@ def test_memory_and_messages_are_as_planned(num_ranks: int, tmp_path: Path) -> N
     even = Partition.even(workers.EVEN_LEN, num_ranks)
     sizes, timelines = launch(workers.memory_and_messages, "llama-gqa", how=RankSettings(num_ranks=num_ranks))[0]
     for run in set(workers.PLAIN) - {"kvr", "tsp"}:
-        planned = memory_of(scenario, get_strategy(NAMES[run]), even)
+        planned = memory_of(executed(scenario, get_strategy(NAMES[run])), even)
         if run == "zigzag":  # engines keep the whole context; these ranks gather it again in each layer
             assert [num_ranks * nbytes for nbytes in sizes[run]] == [rank.kv_cache for rank in planned]
             continue
@@ -98,7 +99,7 @@ def _check_messages(scenario: Scenario, run: str, even: Partition, timeline: Tim
         assert all(any(span.name == "all-gather" for span in timeline.of(rank, "wait")) for rank in range(2))
         return
     chunks = [np.array([float(length)]) for length in even.chunk_lens]
-    program = build_program(scenario, get_strategy(NAMES[run]), chunks, no_time(scenario.traits))
+    program = build_program(executed(scenario, get_strategy(NAMES[run])), chunks, no_time(scenario.traits))
     for rank in range(program.num_ranks):
         transfers = timeline.of(rank, "transfer")
         assert sum(span.nbytes or 0 for span in transfers) == sent_bytes(program, rank), run
