@@ -1,14 +1,24 @@
 """Arguments of the Python API and options of the command line, each declared once.
 
-A field of a group such as ScenarioArgs has the default and the check of an argument. The docstring of the group says
-how its value looks, what it means, and which section of the help lists it. `takes` makes parameters of Python
-functions and their reference from a group; kvrsim/cli/options.py makes the options of commands.
+A field of a group such as ScenarioArgs is an argument. Its annotation has the type of the value that the code uses, and
+`Help` has its text, its placeholder and the section of the help that lists it:
+
+    slo: Annotated[Seconds | None, Help("Target of the TTFT.", metavar="TIME", section="Target")] = None
+
+`takes` makes parameters of Python functions and their reference from groups; kvrsim/cli/options.py makes the options
+of commands, whose own parameters are annotated in the same way. `option_of` reads an annotation:
+
+    bool, str, Literal[...]            True or False; a text; one of these texts
+    Annotated[int, Range(...)]         a whole number within limits
+    Annotated[float, Range(...)]       a number without a unit
+    Annotated[X, Read(function)]       what the function returns, such as seconds from "30ms"
+    X | None                           None is allowed
 
 A check turns what a user gives into a plain value in SI units, or raises an InputError with the parameter's name.
 Numbers may be text with a unit, as on the command line, or of NumPy; a path may be any path-like object.
-"""
 
-from __future__ import annotations
+This module evaluates its annotations, so that reading a group takes no time: a class that is not imported is in quotes.
+"""
 
 import functools
 import inspect
@@ -18,10 +28,22 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Never,
+    Self,
+    TypeVar,
+    dataclass_transform,
+)
 
-from kvrsim.choices import EXECUTORS, FLEET_OBJECTIVES, METHODS, POOL_BACKENDS
+from kvrsim.choices import Executor, FleetObjective, Method, PoolBackend
 from kvrsim.errors import ABSENT, InputError
+from kvrsim.io.annotations import AnnotationParts, Range
 from kvrsim.units import (
     MAX_BYTES_PER_S,
     MAX_SECONDS,
@@ -34,12 +56,18 @@ from kvrsim.units import (
     parse_tokens,
 )
 
+if TYPE_CHECKING:
+    import pandas
+
+    from kvrsim.engine import Engine
+    from kvrsim.hardware import Cluster
+    from kvrsim.noise import Noise
+
 STRATEGY = "kvrsim.strategies.base:Strategy"
 MOST_VALUES = 2**16  # in one list
 MOST_SEED = 2**32 - 1
 REQUIRED: Any = inspect.Parameter.empty  # default of a required argument
 _Result = TypeVar("_Result")
-_ENTRY = re.compile(r"^(\w+) : (.+)\n((?: {4}.+(?:\n|$))+)", re.MULTILINE)  # name, metavar, help
 Check = Callable[[Any, str], Any]  # value, parameter -> the value to use
 OnProgress = Callable[[float, float | None, str], object]  # work done, the total (None: unknown), and a text
 
@@ -86,8 +114,12 @@ def prefix(value: object, parameter: str) -> int | ContextShare:
         raise InputError(parameter, error.value, accepted) from None
 
 
-def count(most: int, *, least: int = 1) -> Check:
-    """Check for whole numbers from `least` to `most`."""
+def count(limits: Range) -> Check:
+    """Check for whole numbers within limits, which have a least and a largest number."""
+    assert limits.least is not None
+    assert limits.most is not None
+    least = int(limits.least)
+    most = int(limits.most)
 
     def check(value: object, parameter: str) -> int:
         number = parse_count(value, parameter, minimum=least, maximum=most) if isinstance(value, str) else _index(value)
@@ -115,12 +147,14 @@ def quantity(parse: Callable[..., float], **limits: Any) -> Check:
     return check
 
 
-def number(**limits: float) -> Check:
-    """Check for numbers without a unit within the limits of `parse_number`."""
+def number(limits: Range) -> Check:
+    """Check for numbers without a unit within limits; without a lower limit they are at least 0."""
+    least = 0.0 if limits.least is None else limits.least
+    most = math.inf if limits.most is None else limits.most
 
     def check(value: object, parameter: str) -> float:
         text = value if isinstance(value, str) else quantity(parse_number)(value, parameter)
-        return parse_number(text, parameter, **limits)
+        return parse_number(text, parameter, above=limits.above, least=least, most=most)
 
     return check
 
@@ -128,7 +162,7 @@ def number(**limits: float) -> Check:
 def percentage(most: float) -> Check:
     """Check for percentages from 1 to `most`. Less is refused, because it is usually a share: 0.95 instead of 95."""
 
-    check_number = number(above=0, most=most)
+    check_number = number(Range(above=0.0, most=most))
 
     def check(value: object, parameter: str) -> float:
         percent: float = check_number(value, parameter)
@@ -208,7 +242,8 @@ def bandwidths(value: object, parameter: str) -> list[float]:
 def counts(value: object, parameter: str) -> tuple[int, ...]:
     """Read whole numbers above 0: one, a list, or a text such as "2,4,8"; sorted, each once."""
     parts = [value] if _index(value) is not None else _parts(value, parameter, "whole numbers, such as 2,4,8")
-    return tuple(sorted({count(2**20)(one, parameter) for one in parts}))
+    check = count(Range(least=1, most=2**20))
+    return tuple(sorted({check(part, parameter) for part in parts}))
 
 
 def lengths(value: object, parameter: str) -> tuple[int, ...]:
@@ -280,81 +315,125 @@ def _refusal(parameter: str, value: object, accepted: str) -> InputError:
     return InputError(parameter, f"{type(value).__name__} {value!r}", accepted)
 
 
+def unchanged(value: object, _: str) -> object:
+    """Return the value; a command checks it."""
+    return value
+
+
 # Declarations
 
 
-class Option(NamedTuple):
-    """An argument of a function or a command."""
+class Read(NamedTuple):
+    """In an annotation: the function that reads the value."""
 
-    default: Any = None  # REQUIRED: it must be given
-    check: Check = text
-    metavar: str = ""  # placeholder of the value in the help; empty: a flag
-    help: str = ""  # one or two sentences; they name other arguments as options
-    section: str = "Output"  # section of the help, one of kvrsim.choices.SECTIONS
+    function: Check
+
+
+class Help(NamedTuple):
+    """In an annotation: what the help and the reference say of an argument."""
+
+    text: str  # one or two sentences; they name other arguments as options
+    metavar: str = ""  # placeholder of the value; empty for a flag
+    section: str = "Output"  # one of kvrsim.choices.SECTIONS
     spelling: tuple[str, ...] = ()  # option names, if not --NAME
-    positional: bool = False  # whether a command takes it by position
+    positional: bool = False  # whether a command takes it by position; a metavar that ends with ... is a list
+
+
+class Option(NamedTuple):
+    """An argument of a function or a command, as `option_of` reads it."""
+
+    default: Any  # REQUIRED: it must be given
+    check: Check
+    optional: bool  # whether None is allowed
+    metavar: str
+    help: str
+    section: str
+    spelling: tuple[str, ...]
+    positional: bool
 
     def read(self, value: object, name: str) -> Any:
-        """Check a value and return it; None is returned unchanged where None is the default."""
-        return None if value is None and self.default is None else self.check(value, name)
+        """Check a value and return it; None is returned unchanged where it is allowed."""
+        return None if value is None and self.optional else self.check(value, name)
 
 
-def option(metavar: str, help: str, section: str = "Output", check: Check = text, default: Any = None) -> Any:
-    """Declare an option of a command, as the default of its parameter."""
-    return Option(metavar=metavar, help=help, section=section, check=check, default=default)
+def written(text: str) -> Any:
+    """The default of an argument as a user writes it; it is read like a value that is given."""
+    return text
 
 
-def entry(check: Check = text, default: Any = None, *, spelling: tuple[str, ...] = ()) -> Any:
-    """Declare a field of Arguments; the docstring of the class has its metavar, its help and its section."""
-    return Option(check=check, default=default, spelling=spelling)
+def option_of(annotation: object, default: object = REQUIRED) -> Option:
+    """Read the annotation of an argument. Raises TypeError if it does not say how a value is read."""
+    kind = AnnotationParts(annotation)
+    help = next((extra for extra in kind.extras if isinstance(extra, Help)), Help(""))
+    return Option(
+        default=default,
+        check=_check_of(kind),
+        optional=kind.optional,
+        metavar=help.metavar,
+        help=help.text,
+        section=help.section,
+        spelling=help.spelling,
+        positional=help.positional,
+    )
 
 
-def switch(help: str, section: str = "Output") -> Any:
-    """Declare an option without a value, such as --json; False if the user does not write it."""
-    return Option(help=help, section=section, check=flag, default=False)
+def _check_of(kind: AnnotationParts) -> Check:
+    for extra in kind.extras:
+        if isinstance(extra, Read):
+            return extra.function
+    limits = next((extra for extra in kind.extras if isinstance(extra, Range)), None)
+    if kind.base is int and limits is not None:
+        return count(limits)
+    if kind.base is float:
+        return number(limits or Range())
+    if kind.origin is Literal:
+        return choice(*kind.args)
+    simple: dict[object, Check] = {bool: flag, str: text}
+    if kind.base not in simple:
+        raise TypeError(f"{kind.base} needs Read(function)")
+    return simple[kind.base]
 
 
-def argument(metavar: str, help: str, check: Check = text, default: Any = REQUIRED) -> Any:
-    """Declare an argument that a command takes by position; a metavar that ends with ... is a list."""
-    return Option(metavar=metavar, help=help, section="Arguments", check=check, default=default, positional=True)
-
-
-def options_of(group: type[Arguments]) -> Mapping[str, Option]:
+def options_of(group: "type[Arguments]") -> Mapping[str, Option]:
     """Declarations of a group of arguments by name, those of its base classes first; read once."""
     if "declared" in vars(group):
         return group.declared
     options: dict[str, Option] = {}
-    for one in reversed(group.__mro__):
-        options |= {name: declared for name, declared in vars(one).items() if isinstance(declared, Option)}
-        heads = re.split(r"^(\w+)\n-+\n", inspect.cleandoc(one.__doc__ or ""), flags=re.MULTILINE)
-        for section, entries in zip(heads[1::2], heads[2::2], strict=True):
-            for name, metavar, help in _ENTRY.findall(entries):
-                placeholder = "" if metavar == "bool" else metavar
-                words = " ".join(help.split())
-                options[name] = options[name]._replace(section=section, metavar=placeholder, help=words)
+    for base in reversed(group.__mro__):
+        for name, annotation in inspect.get_annotations(base, eval_str=True).items():
+            if hasattr(annotation, "__metadata__"):  # of Annotated
+                options[name] = option_of(annotation, vars(base).get(name, REQUIRED))
     group.declared = options
     return options
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True)
 class Arguments:
-    """Base of groups of arguments: each value is checked when an object is made; InputError names the argument.
+    """Base of groups of arguments: frozen values by keyword, as in a dataclass.
 
-    The docstring of a group describes its fields in sections of the help, as numpydoc does: `NAME : METAVAR`, with
-    `bool` for a flag, then the help.
+    Each value is checked when an object is made; InputError names the argument. A group is no dataclass: declaring one
+    takes a millisecond, and all groups are declared at every start.
     """
 
     declared: ClassVar[dict[str, Option]]  # see options_of
 
-    def __init__(self, **values: Any) -> None:
-        for name, one in options_of(type(self)).items():
-            value = values.pop(name, one.default)
+    def __init__(self, **values: object) -> None:
+        for name, option in options_of(type(self)).items():
+            value = values.pop(name, option.default)
             if value is REQUIRED:
-                raise InputError(name, ABSENT, one.help)
-            setattr(self, name, one.read(value, name))
+                raise InputError(name, ABSENT, option.help)
+            vars(self)[name] = option.read(value, name)
         assert not values, values
+        self.__post_init__()
+
+    def __post_init__(self) -> None:
+        """Check conditions on several values."""
+
+    def __setattr__(self, name: str, value: object) -> Never:
+        raise AttributeError(f"{type(self).__name__} is frozen")
 
     @classmethod
-    def take(cls, arguments: dict[str, Any], fixed: Mapping[str, Any] = MappingProxyType({})) -> Self:
+    def take(cls, arguments: dict[str, object], fixed: Mapping[str, object] = MappingProxyType({})) -> Self:
         """Make a group from its arguments in `arguments`, which are removed there, and from those in `fixed`.
 
         Raises InputError naming an argument without a default that is missing.
@@ -363,21 +442,29 @@ class Arguments:
         return cls(**values, **{name: value for name, value in fixed.items() if name in options_of(cls)})
 
 
+def groups_of(function: Callable[..., object]) -> list[type[Arguments]]:
+    """The groups that a function takes: its parameters by position."""
+    parameters = inspect.signature(function).parameters.values()
+    annotations = [one.annotation for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    scope = inspect.unwrap(function).__globals__
+    return [eval(one, scope) if isinstance(one, str) else one for one in annotations]
+
+
 def takes(
-    *groups: type[Arguments], fixed: Mapping[str, Any] | None = None, **checks: Check
+    *, fixed: Mapping[str, object] = MappingProxyType({}), **kinds: object
 ) -> Callable[[Callable[..., _Result]], Callable[..., _Result]]:
-    """Let a function, whose first parameters are these groups, take all their fields as keywords.
+    """Let a function take all fields of its groups as keywords.
 
     fixed: values of fields that a caller does not give.
-    checks: checks of the function's own parameters by name; a default of None is not checked.
+    kinds: annotations that read the function's own parameters, by name; other parameters are not checked.
     The fields are listed in the function's signature and in its docstring, after `Parameters`. A call that does not
     match the signature raises TypeError with the function's name.
     """
-    fixed = fixed or {}
+    own_options = {name: option_of(kind) for name, kind in kinds.items()}
 
     def decorate(made: Callable[..., _Result]) -> Callable[..., _Result]:
+        groups = groups_of(made)
         own = list(inspect.signature(made).parameters.values())[len(groups) :]
-        defaults = {one.name: one.default for one in own}
         options = {name: one for group in groups for name, one in options_of(group).items() if name not in fixed}
         keyword = inspect.Parameter.KEYWORD_ONLY
         arguments = (
@@ -394,9 +481,9 @@ def takes(
             except TypeError as error:
                 raise TypeError(f"{made.__name__}(): {error}{_suggestion(keywords, signature.parameters)}") from None
             values = [group.take(keywords, fixed) for group in groups]
-            for name, check in checks.items():
-                if name in keywords and not (keywords[name] is None and defaults[name] is None):
-                    keywords[name] = check(keywords[name], name)
+            for name, option in own_options.items():
+                if name in keywords:
+                    keywords[name] = option.read(keywords[name], name)
             return made(*values, **keywords)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
@@ -424,130 +511,213 @@ def _describe(name: str, declaration: Option) -> str:
     return f"    {name} : {declaration.metavar or 'bool'}\n        {words}\n"
 
 
-# Groups of arguments
+# Types of arguments
 
-_many = count(2**20)
+Tokens = Annotated[int, Read(tokens)]
+TokensOrZero = Annotated[int, Read(tokens_or_none)]
+Context = Annotated[int, Read(context)]
+CachedPrefix = Annotated[int, Read(prefix)]
+Lengths = Annotated[tuple[int, ...], Read(lengths)]
+ChunkLens = Annotated[list[int], Read(chunk_lens)]
+Count = Annotated[int, Range(least=1, most=2**20)]
+Counts = Annotated[tuple[int, ...], Read(counts)]
+NumJobs = Annotated[int, Range(least=1, most=4096)]
+Seconds = Annotated[float, Read(quantity(parse_seconds))]
+SecondsOrZero = Annotated[float, Read(quantity(parse_seconds, allow_zero=True))]
+Bandwidth = Annotated[float, Read(quantity(parse_bandwidth))]
+Bandwidths = Annotated[list[float], Read(bandwidths)]
+Share = Annotated[float, Read(quantity(parse_share))]
+Price = Annotated[float | str | Mapping[int, float], Read(price)]
+# The classes of Any are in packages that import this module; `named` checks them.
+ModelSource = Annotated[Any, Read(named("kvrsim.model.spec:ModelSpec"))]
+ClusterSource = Annotated["str | Cluster", Read(named("kvrsim.hardware:Cluster"))]
+ProfileSource = Annotated[Any, Read(named("kvrsim.kernels.profile:CalibrationProfile"))]
+EngineSource = Annotated["str | Engine", Read(named("kvrsim.engine:Engine"))]
+PlacementSource = Annotated[Any, Read(named("kvrsim.kernels.prefix:PrefixPlacement", what="a text"))]
+NoiseSource = Annotated["str | Noise", Read(named("kvrsim.noise:Noise"))]
+TableSource = Annotated[Any, Read(named("planner.table.table:PartitionTable"))]
+RequestsSource = Annotated["str | pandas.DataFrame", Read(named("pandas:DataFrame", "pandas.core.frame:DataFrame"))]
+StrategySource = Annotated[Any, Read(named(STRATEGY))]
+StrategyList = Annotated[list[Any], Read(strategy_list)]
+ProgressFunction = Annotated[OnProgress, Read(function)]
+
+Seed = Annotated[
+    int,
+    Range(least=0, most=MOST_SEED),
+    Help("Seed of all random numbers; the same seed gives the same answer.", metavar="N", section="Randomness"),
+]
+Table = Annotated[
+    TableSource | None,
+    Help("Partition table for kvr-p; kvrsim table build writes one.", metavar="FILE", section="Question"),
+]
+
+
+# Groups of arguments
 
 
 class ScenarioArgs(Arguments):
-    """What a prediction is about.
+    """What a prediction is about."""
 
-    Question
-    --------
-    ctx : LEN
-        Context length in tokens: 16k is 16384.
-    gpus : N
-        Number of GPUs. Default: all of the cluster.
-    model : NAME|PATH
-        A built-in model, a Hugging Face id of a known shape, a config.json or its folder. Default: the paper's
-        llama-7b.
-    batch : N
-        Number of sequences prefilled together, each of --ctx tokens.
-    cached_prefix : LEN|SHARE
-        Leading tokens whose K and V are already cached, or their share of the context, such as 90%.
-    prefix_placement : all|sharded|host[:RATE]|remote[:RATE]
-        Location of the cached K and V: every rank, shards of tokens, host memory, or a remote store; RATE is the
-        bandwidth per GPU, such as 20GB/s.
-    dtype : fp16|bf16|fp8|fp32
-        Type of weights, activations and KV cache; with fp8 only the layers' matrix products are in FP8.
-        Default: the checkpoint's.
-    expert_parallel : bool
-        Place whole experts on GPUs (expert parallelism); ranks exchange their tokens.
-    expert_imbalance : X
-        With --expert-parallel, tokens of the busiest GPU divided by the mean of all GPUs. Default: from a power law.
+    ctx: Annotated[Context, Help("Context length in tokens: 16k is 16384.", metavar="LEN", section="Question")]
+    gpus: Annotated[
+        Count | None, Help("Number of GPUs. Default: all of the cluster.", metavar="N", section="Question")
+    ] = None
+    model: Annotated[
+        ModelSource,
+        Help(
+            "A built-in model, a Hugging Face id of a known shape, a config.json or its folder. Default: the paper's "
+            "llama-7b.",
+            metavar="NAME|PATH",
+            section="Question",
+        ),
+    ] = "llama-7b"
+    batch: Annotated[
+        Count, Help("Number of sequences prefilled together, each of --ctx tokens.", metavar="N", section="Question")
+    ] = 1
+    cached_prefix: Annotated[
+        CachedPrefix,
+        Help(
+            "Leading tokens whose K and V are already cached, or their share of the context, such as 90%.",
+            metavar="LEN|SHARE",
+            section="Question",
+        ),
+    ] = 0
+    prefix_placement: Annotated[
+        PlacementSource,
+        Help(
+            "Location of the cached K and V: every rank, shards of tokens, host memory, or a remote store; RATE is "
+            "the bandwidth per GPU, such as 20GB/s.",
+            metavar="all|sharded|host[:RATE]|remote[:RATE]",
+            section="Question",
+        ),
+    ] = "all"
+    dtype: Annotated[
+        str | None,
+        Help(
+            "Type of weights, activations and KV cache; with fp8 only the layers' matrix products are in FP8. "
+            "Default: the checkpoint's.",
+            metavar="fp16|bf16|fp8|fp32",
+            section="Question",
+        ),
+    ] = None
+    expert_parallel: Annotated[
+        bool, Help("Place whole experts on GPUs (expert parallelism); ranks exchange their tokens.", section="Question")
+    ] = False
+    expert_imbalance: Annotated[
+        float | None,
+        Help(
+            "With --expert-parallel, tokens of the busiest GPU divided by the mean of all GPUs. Default: from a power "
+            "law.",
+            metavar="X",
+            section="Question",
+        ),
+    ] = None
+    cluster: Annotated[
+        ClusterSource | None,
+        Help(
+            "GPUs and their links: a built-in name, a size such as 2x8xh100, or a file. Default: the cluster on which "
+            "the profile was measured, or the built-in one of its GPU; without --profile a100-nvlink.",
+            metavar="NAME|PATH",
+            section="Machine",
+        ),
+    ] = None
+    profile: Annotated[
+        ProfileSource | None,
+        Help(
+            "A calibration profile, or roofline. Default: the built-in one of the cluster's GPU; on A100, a100-eager "
+            "for the models of the KV-Runahead paper.",
+            metavar="NAME|PATH",
+            section="Machine",
+        ),
+    ] = None
+    engine: Annotated[
+        EngineSource | None,
+        Help(
+            "The serving engine: a name of kvrsim engines list, a file, or none for the kernels alone. Default: the "
+            "profile's.",
+            metavar="NAME|PATH",
+            section="Machine",
+        ),
+    ] = None
+    attention: Annotated[
+        str | None,
+        Help("Attention kernel. Default: the profile's first.", metavar="eager|sdpa|flash", section="Machine"),
+    ] = None
+    memory_fraction: Annotated[
+        float,
+        Range(above=0, most=1),
+        Help("Share of each GPU's memory that the prefill may use: above 0, up to 1.", metavar="F", section="Machine"),
+    ] = 0.9
+    link_bandwidth: Annotated[
+        Bandwidth | None,
+        Help(
+            "Override the cluster's link bandwidth (per direction), such as 10GB/s.", metavar="RATE", section="Machine"
+        ),
+    ] = None
+    link_latency: Annotated[
+        SecondsOrZero | None,
+        Help("Override the cluster's link latency, such as 5us.", metavar="TIME", section="Machine"),
+    ] = None
+    topology: Annotated[
+        str | None, Help("Override the cluster's topology.", metavar="switch|bus|chain", section="Machine")
+    ] = None
 
-    Machine
-    -------
-    cluster : NAME|PATH
-        GPUs and their links: a built-in name, a size such as 2x8xh100, or a file. Default: the cluster on which the
-        profile was measured, or the built-in one of its GPU; without --profile a100-nvlink.
-    profile : NAME|PATH
-        A calibration profile, or roofline. Default: the built-in one of the cluster's GPU; on A100, a100-eager
-        for the models of the KV-Runahead paper.
-    engine : NAME|PATH
-        The serving engine: a name of kvrsim engines list, a file, or none for the kernels alone. Default: the
-        profile's.
-    attention : eager|sdpa|flash
-        Attention kernel. Default: the profile's first.
-    memory_fraction : F
-        Share of each GPU's memory that the prefill may use: above 0, up to 1.
-    link_bandwidth : RATE
-        Override the cluster's link bandwidth (per direction), such as 10GB/s.
-    link_latency : TIME
-        Override the cluster's link latency, such as 5us.
-    topology : switch|bus|chain
-        Override the cluster's topology.
-    """
-
-    ctx: Any = entry(context, REQUIRED)
-    gpus: Any = entry(_many)
-    model: Any = entry(named("kvrsim.model.spec:ModelSpec"), "llama-7b")
-    batch: Any = entry(_many, 1)
-    cached_prefix: Any = entry(prefix, 0)
-    prefix_placement: Any = entry(named("kvrsim.kernels.prefix:PrefixPlacement", what="a text"), "all")
-    dtype: Any = entry()
-    expert_parallel: Any = entry(flag, False)
-    expert_imbalance: Any = entry(number())
-    cluster: Any = entry(named("kvrsim.hardware:Cluster"))
-    profile: Any = entry(named("kvrsim.kernels.profile:CalibrationProfile"))
-    engine: Any = entry(named("kvrsim.engine:Engine"))
-    attention: Any = entry()
-    memory_fraction: Any = entry(number(above=0, most=1), 0.9)
-    link_bandwidth: Any = entry(quantity(parse_bandwidth))
-    link_latency: Any = entry(quantity(parse_seconds, allow_zero=True))
-    topology: Any = entry()
-
-    def __init__(self, **values: Any) -> None:
-        super().__init__(**values)
+    def __post_init__(self) -> None:
         if isinstance(self.cached_prefix, ContextShare):
             if not isinstance(self.ctx, int):
                 raise InputError("cached_prefix", f"{self.cached_prefix:.4g}", "tokens: a share needs a single context")
-            self.cached_prefix = int(self.cached_prefix * self.ctx)
+            vars(self)["cached_prefix"] = int(self.cached_prefix * self.ctx)
 
 
 class DeploymentArgs(ScenarioArgs):
-    """A scenario with a model and a cluster that the user must name.
+    """A scenario with a model and a cluster that the user must name."""
 
-    Question
-    --------
-    model : NAME|PATH
-        A built-in model, a Hugging Face id of a known shape, a config.json or its folder.
-
-    Machine
-    -------
-    cluster : NAME|PATH
-        GPUs and their links: a built-in name, a size such as 2x8xh100, or a file.
-    """
-
-    model: Any = entry(named("kvrsim.model.spec:ModelSpec"), REQUIRED)
-    cluster: Any = entry(named("kvrsim.hardware:Cluster"), REQUIRED)
+    model: Annotated[
+        ModelSource,
+        Help(
+            "A built-in model, a Hugging Face id of a known shape, a config.json or its folder.",
+            metavar="NAME|PATH",
+            section="Question",
+        ),
+    ]
+    cluster: Annotated[
+        ClusterSource,
+        Help(
+            "GPUs and their links: a built-in name, a size such as 2x8xh100, or a file.",
+            metavar="NAME|PATH",
+            section="Machine",
+        ),
+    ]
 
 
 class ScenariosArgs(ScenarioArgs):
     """Arguments of scenarios with several contexts and numbers of GPUs.
 
-    Question
-    --------
-    ctx : LEN:LEN:STEP|LEN,...
-        Contexts: a range with both ends, such as 1k:32k:1k, or a list.
-    gpus : N,N,...
-        Numbers of GPUs. Default: 2, 4, 8, ... up to the size of the cluster.
+    `ctx` and `gpus` have other types than in a scenario, as in PrefillArgs; `build_scenarios` makes scenarios of them.
     """
 
-    ctx: Any = entry(lengths, REQUIRED)
-    gpus: Any = entry(counts)
+    ctx: Annotated[  # type: ignore[assignment]
+        Lengths,
+        Help(
+            "Contexts: a range with both ends, such as 1k:32k:1k, or a list.",
+            metavar="LEN:LEN:STEP|LEN,...",
+            section="Question",
+        ),
+    ]
+    gpus: Annotated[
+        Counts | None,
+        Help(
+            "Numbers of GPUs. Default: 2, 4, 8, ... up to the size of the cluster.",
+            metavar="N,N,...",
+            section="Question",
+        ),
+    ] = None  # type: ignore[assignment]
 
 
 class MeasuredArgs(ScenarioArgs):
-    """Arguments of a scenario on a small machine, with one GPU per rank.
+    """Arguments of a scenario on a small machine, with one GPU per rank."""
 
-    Question
-    --------
-    gpus : N
-        Number of ranks.
-    """
-
-    gpus: Any = entry(_many, 2)
+    gpus: Annotated[Count, Help("Number of ranks.", metavar="N", section="Question")] = 2
 
 
 OF_REQUESTS = {  # arguments that `capacity` does not take, because each request has its own value
@@ -557,288 +727,328 @@ OF_REQUESTS = {  # arguments that `capacity` does not take, because each request
 
 
 class PredictorArgs(DeploymentArgs):
-    """The model and the machine of a predictor, and its largest context and batch.
+    """The model and the machine of a predictor, and its largest context and batch."""
 
-    Question
-    --------
-    ctx : LEN
-        Longest context in tokens, cached prefix included.
-    batch : N
-        Largest number of sequences prefilled together.
-    """
-
-    ctx: Any = entry(tokens, "128k")
-    batch: Any = entry(_many, 1)
+    ctx: Annotated[
+        Tokens, Help("Longest context in tokens, cached prefix included.", metavar="LEN", section="Question")
+    ] = written("128k")
+    batch: Annotated[
+        Count, Help("Largest number of sequences prefilled together.", metavar="N", section="Question")
+    ] = 1
 
 
 class PrefillArgs(ScenarioArgs):
-    """Values for the columns that a file of measured prefills lacks.
+    """Values for the columns that a file of measured prefills lacks."""
 
-    Question
-    --------
-    ctx : LEN
-        Context length in tokens of rows without a context_len.
-    gpus : N
-        Number of GPUs. Default: 1.
-    model : NAME|PATH
-        A built-in model, a Hugging Face config.json, or its folder.
-    strategy : NAME
-        Strategy of rows without a strategy. Default: tp, or single on one GPU.
-
-    Measurement
-    -----------
-    columns : ROLE=COLUMN,...
-        Columns of a CSV file: ttft_s=latency,context_len=tokens; ttft_ms=COLUMN for milliseconds. Default: usual
-        names, such as ttft_ms and prompt_tokens.
-
-    Machine
-    -------
-    profile : NAME|PATH
-        The calibration profile whose kernels the engine runs.
-    """
-
-    ctx: Any = entry(tokens)
-    gpus: Any = entry(_many)
-    model: Any = entry()
-    profile: Any = entry(named("kvrsim.kernels.profile:CalibrationProfile"), REQUIRED)
-    strategy: Any = entry()
-    columns: Any = entry()
-
-
-TABLE = option(
-    "FILE",
-    "Partition table for kvr-p; kvrsim table build writes one.",
-    "Question",
-    named("planner.table.table:PartitionTable"),
-)
-SEED = option(
-    "N", "Seed of all random numbers; the same seed gives the same answer.", "Randomness", count(MOST_SEED, least=0), 0
-)
+    ctx: Annotated[
+        Tokens | None,
+        Help("Context length in tokens of rows without a context_len.", metavar="LEN", section="Question"),
+    ] = None  # type: ignore[assignment]
+    gpus: Annotated[Count | None, Help("Number of GPUs. Default: 1.", metavar="N", section="Question")] = None
+    model: Annotated[
+        str | None,
+        Help("A built-in model, a Hugging Face config.json, or its folder.", metavar="NAME|PATH", section="Question"),
+    ] = None
+    profile: Annotated[
+        ProfileSource,
+        Help("The calibration profile whose kernels the engine runs.", metavar="NAME|PATH", section="Machine"),
+    ]
+    strategy: Annotated[
+        str | None,
+        Help(
+            "Strategy of rows without a strategy. Default: tp, or single on one GPU.",
+            metavar="NAME",
+            section="Question",
+        ),
+    ] = None
+    columns: Annotated[
+        str | None,
+        Help(
+            "Columns of a CSV file: ttft_s=latency,context_len=tokens; ttft_ms=COLUMN for milliseconds. Default: "
+            "usual names, such as ttft_ms and prompt_tokens.",
+            metavar="ROLE=COLUMN,...",
+            section="Measurement",
+        ),
+    ] = None
 
 
 class TargetArgs(Arguments):
-    """What a TTFT target applies to.
+    """What a TTFT target applies to."""
 
-    Target
-    ------
-    slo : TIME
-        Target of the TTFT; the exit code is 1 if it is not 90 % sure that it is met.
-    rate : X
-        Prompts per second that arrive at the GPUs, at random times. Default: a single prompt on idle GPUs.
-    percentile : P
-        Percentage of the prompts that must meet the target, with --rate or --noise.
-    """
-
-    slo: Any = entry(quantity(parse_seconds))
-    rate: Any = entry(number(above=0, most=1e6))
-    percentile: Any = entry(percentage(99.9), 90)
+    slo: Annotated[
+        Seconds | None,
+        Help(
+            "Target of the TTFT; the exit code is 1 if it is not 90 % sure that it is met.",
+            metavar="TIME",
+            section="Target",
+        ),
+    ] = None
+    rate: Annotated[
+        float | None,
+        Range(above=0, most=1000000.0),
+        Help(
+            "Prompts per second that arrive at the GPUs, at random times. Default: a single prompt on idle GPUs.",
+            metavar="X",
+            section="Target",
+        ),
+    ] = None
+    percentile: Annotated[
+        float,
+        Read(percentage(99.9)),
+        Help(
+            "Percentage of the prompts that must meet the target, with --rate or --noise.",
+            metavar="P",
+            section="Target",
+        ),
+    ] = 90
 
 
 class SearchArgs(Arguments):
-    """How partitions are searched; `planner.candidates.Search` reads them.
+    """How partitions are searched; `planner.candidates.Search` reads them."""
 
-    Search
-    ------
-    method : auto|analytical|grid
-        Search method of partitions over single GPUs; grid is the paper's.
-    stride : LEN
-        Search only chunk boundaries that are multiples of LEN.
-    search_budget : TIME
-        Limit of all searches together, in seconds of an idle core (approximate); --strategies all has no limit.
-    """
-
-    table: Any = TABLE
-    method: Any = entry(choice(*METHODS), "auto")
-    stride: Any = entry(tokens)
-    search_budget: Any = entry(quantity(parse_seconds, allow_zero=True), "1.5s")
+    table: Table = None
+    method: Annotated[
+        Method,
+        Help(
+            "Search method of partitions over single GPUs; grid is the paper's.",
+            metavar="auto|analytical|grid",
+            section="Search",
+        ),
+    ] = "auto"
+    stride: Annotated[
+        Tokens | None, Help("Search only chunk boundaries that are multiples of LEN.", metavar="LEN", section="Search")
+    ] = None
+    search_budget: Annotated[
+        SecondsOrZero,
+        Help(
+            "Limit of all searches together, in seconds of an idle core (approximate); --strategies all has no limit.",
+            metavar="TIME",
+            section="Search",
+        ),
+    ] = written("1.5s")
 
 
 class PlanArgs(SearchArgs, TargetArgs):
-    """Which strategies are compared, how their partitions are searched, and what is promised.
+    """Which strategies are compared, how their partitions are searched, and what is promised."""
 
-    Question
-    --------
-    strategies : NAMES|all|FILE.py:NAME
-        Strategies to compare, such as tsp,kvr-s,./mine.py:STRATEGY. Default and all: every
-        strategy that the GPUs allow and that could fit in memory.
-    """
-
-    strategies: Any = entry(strategy_list)
+    strategies: Annotated[
+        StrategyList | None,
+        Help(
+            "Strategies to compare, such as tsp,kvr-s,./mine.py:STRATEGY. Default and all: every strategy that the "
+            "GPUs allow and that could fit in memory.",
+            metavar="NAMES|all|FILE.py:NAME",
+            section="Question",
+        ),
+    ] = None
 
 
 class SimulateArgs(Arguments):
-    """Which strategy is simulated, and how.
+    """Which strategy is simulated, and how."""
 
-    Question
-    --------
-    strategy : NAME|FILE.py:NAME
-        Strategy, such as tsp, kvr-s, zigzag, tp8+kvr-s.
-    partition : LEN,LEN,...
-        New tokens of each rank, such as 5000,3192. Default: the strategy's own; kvr-s searches it.
-
-    Search
-    ------
-    executor : batch|event
-        event simulates the queue of every link. Default: batch, or
-        event for a timeline, a breakdown or noise.
-
-    Output
-    ------
-    breakdown : bool
-        Print the seconds of every operation and their basis, such as measured or interpolated.
-    """
-
-    strategy: Any = entry(named(STRATEGY), REQUIRED)
-    partition: Any = entry(chunk_lens)
-    table: Any = TABLE
-    executor: Any = entry(choice(*EXECUTORS))
-    breakdown: Any = entry(flag, False)
+    strategy: Annotated[
+        StrategySource,
+        Help("Strategy, such as tsp, kvr-s, zigzag, tp8+kvr-s.", metavar="NAME|FILE.py:NAME", section="Question"),
+    ]
+    partition: Annotated[
+        ChunkLens | None,
+        Help(
+            "New tokens of each rank, such as 5000,3192. Default: the strategy's own; kvr-s searches it.",
+            metavar="LEN,LEN,...",
+            section="Question",
+        ),
+    ] = None
+    table: Table = None
+    executor: Annotated[
+        Executor | None,
+        Help(
+            "event simulates the queue of every link. Default: batch, or event for a timeline, a breakdown or noise.",
+            metavar="batch|event",
+            section="Search",
+        ),
+    ] = None
+    breakdown: Annotated[
+        bool, Help("Print the seconds of every operation and their basis, such as measured or interpolated.")
+    ] = False
 
 
 class NoiseArgs(Arguments):
-    """Noise, the number of its samples, and the seed of all random draws.
+    """Noise, the number of its samples, and the seed of all random draws."""
 
-    Randomness
-    ----------
-    noise : SPEC
-        Simulate under noise: side-traffic:duty=0.5,share=0.67,slowdown=0.03, jitter:0.05, slow-gpu:3x1.2,
-        slow-link:2-3x4, paper, or several joined by +.
-    samples : N
-        Number of runs under --noise. Default: 200.
-    """
+    noise: Annotated[
+        NoiseSource | None,
+        Help(
+            "Simulate under noise: side-traffic:duty=0.5,share=0.67,slowdown=0.03, jitter:0.05, slow-gpu:3x1.2, "
+            "slow-link:2-3x4, paper, or several joined by +.",
+            metavar="SPEC",
+            section="Randomness",
+        ),
+    ] = None
+    samples: Annotated[
+        Count | None, Help("Number of runs under --noise. Default: 200.", metavar="N", section="Randomness")
+    ] = None
+    seed: Seed = 0
 
-    noise: Any = entry(named("kvrsim.noise:Noise"))
-    samples: Any = entry(count(2**20))
-    seed: Any = SEED
-
-    def __init__(self, **values: Any) -> None:
-        super().__init__(**values)
+    def __post_init__(self) -> None:
         if self.samples is not None and self.noise is None:
             raise InputError("samples", self.samples, "with --noise SPEC")
 
 
 class UsersArgs(Arguments):
-    """Closed-loop users: each waits for an answer before the next prompt.
+    """Closed-loop users: each waits for an answer before the next prompt."""
 
-    Question
-    --------
-    users : C
-        Add the mean TTFT of C concurrent users with one request each, as engines' benchmarks report it.
-    output_tokens : N
-        With --users, mean output tokens of a request. Default: 1024.
-    """
+    users: Annotated[
+        int | None,
+        Range(least=1, most=4096),
+        Help(
+            "Add the mean TTFT of C concurrent users with one request each, as engines' benchmarks report it.",
+            metavar="C",
+            section="Question",
+        ),
+    ] = None
+    output_tokens: Annotated[
+        Tokens | None,
+        Help("With --users, mean output tokens of a request. Default: 1024.", metavar="N", section="Question"),
+    ] = None
 
-    users: Any = entry(count(4096))
-    output_tokens: Any = entry(tokens)
-
-    def __init__(self, **values: Any) -> None:
-        super().__init__(**values)
+    def __post_init__(self) -> None:
         if self.output_tokens is not None and self.users is None:
             raise InputError("output_tokens", self.output_tokens, "with --users C")
 
 
 class PoolArgs(Arguments):
-    """Which processes or machines share the work.
+    """Which processes or machines share the work."""
 
-    Processes
-    ---------
-    jobs : N
-        Number of processes. Default: 1; with --pool dask or ray, one per core.
-    pool : loky|dask|ray
-        Backend of joblib; loky runs processes of this machine.
-    dask_address : ADDRESS
-        A Dask scheduler. Default: start a local cluster.
-    """
-
-    jobs: Any = entry(count(4096))
-    pool: Any = entry(choice(*POOL_BACKENDS), "loky")
-    dask_address: Any = entry()
+    jobs: Annotated[
+        NumJobs | None,
+        Help(
+            "Number of processes. Default: 1; with --pool dask or ray, one per core.", metavar="N", section="Processes"
+        ),
+    ] = None
+    pool: Annotated[
+        PoolBackend,
+        Help("Backend of joblib; loky runs processes of this machine.", metavar="loky|dask|ray", section="Processes"),
+    ] = "loky"
+    dask_address: Annotated[
+        str | None, Help("A Dask scheduler. Default: start a local cluster.", metavar="ADDRESS", section="Processes")
+    ] = None
 
 
 class BudgetArgs(PoolArgs):
-    """Which processes share the work, and how long they may take.
+    """Which processes share the work, and how long they may take."""
 
-    Processes
-    ---------
-    time_budget : TIME
-        End after about this time, with what is complete and a note of what is missing. Default: no limit.
-    """
-
-    time_budget: Any = entry(quantity(parse_seconds))
+    time_budget: Annotated[
+        Seconds | None,
+        Help(
+            "End after about this time, with what is complete and a note of what is missing. Default: no limit.",
+            metavar="TIME",
+            section="Processes",
+        ),
+    ] = None
 
 
 class MapArgs(Arguments):
-    """What a map compares.
+    """What a map compares."""
 
-    Question
-    --------
-    link_bandwidths : RATE,RATE,...
-        Link bandwidths to compare, such as 10GB/s,200GB/s. Default: the cluster's own.
-    strategies : NAMES|all|FILE.py:NAME
-        Strategies to compare with one GPU; all: every strategy that plan compares, which takes longer. Default: the
-        main ones, and their hybrids with tensor parallelism.
-    """
-
-    link_bandwidths: Any = entry(bandwidths, spelling=("--link-bandwidth", "--link-bandwidths"))
-    strategies: Any = entry(strategy_list)
+    link_bandwidths: Annotated[
+        Bandwidths | None,
+        Help(
+            "Link bandwidths to compare, such as 10GB/s,200GB/s. Default: the cluster's own.",
+            metavar="RATE,RATE,...",
+            section="Question",
+            spelling=("--link-bandwidth", "--link-bandwidths"),
+        ),
+    ] = None
+    strategies: Annotated[
+        StrategyList | None,
+        Help(
+            "Strategies to compare with one GPU; all: every strategy that plan compares, which takes longer. Default: "
+            "the main ones, and their hybrids with tensor parallelism.",
+            metavar="NAMES|all|FILE.py:NAME",
+            section="Question",
+        ),
+    ] = None
 
 
 class FleetArgs(Arguments):
-    """What a fleet is planned for, and what it may consist of.
+    """What a fleet is planned for, and what it may consist of."""
 
-    Workload
-    --------
-    requests : FILE|synthetic:SPEC
-        A trace, or random arrivals such as synthetic:poisson,rate=4. In Python also a pandas DataFrame.
-    columns : ROLE=COLUMN,...
-        Columns of the trace: timestamp=ts,context=prompt_tokens,output=completion_tokens. Default: usual names.
-    rate_scale : X
-        Multiply the number of requests in the same time.
-    replications : N
-        Number of independent samples of a synthetic workload.
-    pack_tokens : LEN
-        Pack waiting prompts into steps of at most LEN new tokens; longer prompts are split.
-
-    Target
-    ------
-    slo_ttft : TIME
-        Target TTFT, such as 2s.
-    percentile : P
-        Percentage of requests that must meet the target, such as 95; up to 100.
-    sure : bool
-        Require the upper end of the interval, not only the estimate, to meet the target.
-
-    Fleet
-    -----
-    max_gpus : N
-        Largest fleet to consider, prefill and decoding together. Default: 512.
-    group_sizes : N,N,...
-        Group sizes to consider. Default: 1,2,4,8; with nodes, up to the GPUs of two nodes.
-    uniform_only : bool
-        Consider only fleets of equal groups behind one queue.
-    price_per_gpu_hour : USD
-        Price of a GPU, one for all or by group size: 1=2.0,2=2.0,4=2.4,8=3.1.
-    objective : gpus|cost
-        What to minimise.
-    tpot : TIME
-        Target time per output token, such as 30ms; also sizes the fleet that decodes, on other GPUs than prefill.
-    kv_transfer_bandwidth : RATE
-        Count the transfer of the KV cache to the fleet that decodes; bandwidth per GPU, such as 50GB/s.
-    """
-
-    requests: Any = entry(named("pandas:DataFrame", "pandas.core.frame:DataFrame"), REQUIRED)
-    columns: Any = entry()
-    rate_scale: Any = entry(number(above=0, most=1e6), 1)
-    replications: Any = entry(count(2**20), 5)
-    pack_tokens: Any = entry(tokens)
-    slo_ttft: Any = entry(quantity(parse_seconds), REQUIRED)
-    percentile: Any = entry(percentage(100), 99)
-    sure: Any = entry(flag, False)
-    max_gpus: Any = entry(count(2**20))
-    group_sizes: Any = entry(counts)
-    uniform_only: Any = entry(flag, False)
-    price_per_gpu_hour: Any = entry(price)
-    objective: Any = entry(choice(*FLEET_OBJECTIVES), "gpus")
-    tpot: Any = entry(quantity(parse_seconds))
-    kv_transfer_bandwidth: Any = entry(quantity(parse_bandwidth))
-    seed: Any = SEED
+    requests: Annotated[
+        RequestsSource,
+        Help(
+            "A trace, or random arrivals such as synthetic:poisson,rate=4. In Python also a pandas DataFrame.",
+            metavar="FILE|synthetic:SPEC",
+            section="Workload",
+        ),
+    ]
+    columns: Annotated[
+        str | None,
+        Help(
+            "Columns of the trace: timestamp=ts,context=prompt_tokens,output=completion_tokens. Default: usual names.",
+            metavar="ROLE=COLUMN,...",
+            section="Workload",
+        ),
+    ] = None
+    rate_scale: Annotated[
+        float,
+        Range(above=0, most=1000000.0),
+        Help("Multiply the number of requests in the same time.", metavar="X", section="Workload"),
+    ] = 1
+    replications: Annotated[
+        Count, Help("Number of independent samples of a synthetic workload.", metavar="N", section="Workload")
+    ] = 5
+    pack_tokens: Annotated[
+        Tokens | None,
+        Help(
+            "Pack waiting prompts into steps of at most LEN new tokens; longer prompts are split.",
+            metavar="LEN",
+            section="Workload",
+        ),
+    ] = None
+    slo_ttft: Annotated[Seconds, Help("Target TTFT, such as 2s.", metavar="TIME", section="Target")]
+    percentile: Annotated[
+        float,
+        Read(percentage(100)),
+        Help("Percentage of requests that must meet the target, such as 95; up to 100.", metavar="P", section="Target"),
+    ] = 99
+    sure: Annotated[
+        bool,
+        Help("Require the upper end of the interval, not only the estimate, to meet the target.", section="Target"),
+    ] = False
+    max_gpus: Annotated[
+        Count | None,
+        Help("Largest fleet to consider, prefill and decoding together. Default: 512.", metavar="N", section="Fleet"),
+    ] = None
+    group_sizes: Annotated[
+        Counts | None,
+        Help(
+            "Group sizes to consider. Default: 1,2,4,8; with nodes, up to the GPUs of two nodes.",
+            metavar="N,N,...",
+            section="Fleet",
+        ),
+    ] = None
+    uniform_only: Annotated[bool, Help("Consider only fleets of equal groups behind one queue.", section="Fleet")] = (
+        False
+    )
+    price_per_gpu_hour: Annotated[
+        Price | None,
+        Help("Price of a GPU, one for all or by group size: 1=2.0,2=2.0,4=2.4,8=3.1.", metavar="USD", section="Fleet"),
+    ] = None
+    objective: Annotated[FleetObjective, Help("What to minimise.", metavar="gpus|cost", section="Fleet")] = "gpus"
+    tpot: Annotated[
+        Seconds | None,
+        Help(
+            "Target time per output token, such as 30ms; also sizes the fleet that decodes, on other GPUs than "
+            "prefill.",
+            metavar="TIME",
+            section="Fleet",
+        ),
+    ] = None
+    kv_transfer_bandwidth: Annotated[
+        Bandwidth | None,
+        Help(
+            "Count the transfer of the KV cache to the fleet that decodes; bandwidth per GPU, such as 50GB/s.",
+            metavar="RATE",
+            section="Fleet",
+        ),
+    ] = None
+    seed: Seed = 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from kvrsim.arguments import ScenarioArgs, ScenariosArgs, takes
+from kvrsim.choices import Topology
 from kvrsim.coverage import coverage_notes, expert_notes, placement_notes, precision_notes
 from kvrsim.engine import NO_ENGINE, SHORT_TOKENS, Engine, load_engine
 from kvrsim.errors import InputError
@@ -57,7 +59,7 @@ def build_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
     is_measured = profile is not None and profile.cluster is not None
     if own is None and not is_measured and not any(one.code == "paper" for one in default_notes):
         default_notes += (note("default cluster", cluster=cluster.name),)
-    cluster = cluster if args.topology is None else replace(cluster, topology=args.topology)
+    cluster = cluster if args.topology is None else replace(cluster, topology=cast(Topology, args.topology))
     size_notes = () if args.gpus is None else _size_notes(cluster, args.gpus, named=own is not None)
     cluster = cluster if args.gpus is None else replace(cluster, num_gpus=args.gpus)
     cluster, link_notes = _with_links(cluster, profile, args.link_bandwidth, args.link_latency)
@@ -84,7 +86,7 @@ def build_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
     return scenario, (*default_notes, *size_notes, *notes_on(scenario), *link_notes)
 
 
-@takes(ScenarioArgs)
+@takes()
 def make_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
     """Build the scenario of a prediction, and notes on it.
 

@@ -19,12 +19,14 @@ PrefixPlace = Literal["all", "sharded", "host", "remote"]  # where the K and V o
 PREFIX_PLACEMENTS: tuple[PrefixPlace, ...] = get_args(PrefixPlace)
 PrefixAccess = Literal["whole", "pass-kv"]  # how ranks attend to a cached prefix (kvrsim/kernels/prefix.py)
 
-DEVICES = ("auto", "cpu", "cuda")
+Device = Literal["auto", "cpu", "cuda"]
+DEVICES: tuple[Device, ...] = get_args(Device)
 
 RankBackend = Literal["gloo", "nccl"]  # backends of torch.distributed
 RANK_BACKENDS: tuple[RankBackend, ...] = get_args(RankBackend)
 
-METHODS = ("auto", "analytical", "grid")  # search methods of a partition
+Method = Literal["auto", "analytical", "grid"]  # search methods of a partition
+METHODS: tuple[Method, ...] = get_args(Method)
 
 DeployEngine = Literal["vllm", "sglang", "trtllm"]  # engines that `--emit` supports
 DEPLOY_ENGINES: tuple[DeployEngine, ...] = get_args(DeployEngine)
@@ -32,9 +34,11 @@ DEPLOY_ENGINES: tuple[DeployEngine, ...] = get_args(DeployEngine)
 Executor = Literal["batch", "event"]
 EXECUTORS: tuple[Executor, ...] = get_args(Executor)
 
-POOL_BACKENDS = ("loky", "dask", "ray")  # of joblib; "loky" starts processes on this machine
+PoolBackend = Literal["loky", "dask", "ray"]  # of joblib; "loky" starts processes on this machine
+POOL_BACKENDS: tuple[PoolBackend, ...] = get_args(PoolBackend)
 
-FLEET_OBJECTIVES = ("gpus", "cost")  # quantities that a capacity plan can minimise
+FleetObjective = Literal["gpus", "cost"]  # quantities that a capacity plan can minimise
+FLEET_OBJECTIVES: tuple[FleetObjective, ...] = get_args(FleetObjective)
 
 SECTIONS = (  # sections of the help, in this order
     *("Question", "Workload", "Target", "Fleet", "Machine", "Search", "Randomness", "Measurement", "Processes"),

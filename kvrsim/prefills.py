@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import kvrsim
-from kvrsim.arguments import OnProgress, PrefillArgs, function, named, takes, text
+from kvrsim.arguments import OnProgress, PrefillArgs, ProgressFunction, Read, named, takes
 from kvrsim.errors import InputError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def _files(value: object, parameter: str) -> list[Any]:
     return [named(*_FRAME)(one, parameter) for one in values]
 
 
-@takes(PrefillArgs, prefills=_files, name=text, on_progress=function)
+@takes(prefills=Annotated[list[Any], Read(_files)], name=str, on_progress=ProgressFunction | None)
 def calibrate(
     args: PrefillArgs, *, prefills: Any, name: str = "mine", on_progress: OnProgress | None = None
 ) -> kvrsim.PrefillFit:

@@ -14,26 +14,25 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import kvrsim
 from kvrsim.arguments import (
     OF_REQUESTS,
-    STRATEGY,
-    TABLE,
+    Count,
     DeploymentArgs,
     FleetArgs,
     MapArgs,
     MeasuredArgs,
     NoiseArgs,
+    NumJobs,
     OnProgress,
     PlanArgs,
     PredictorArgs,
+    ProgressFunction,
     ScenarioArgs,
     ScenariosArgs,
     SearchArgs,
     SimulateArgs,
+    StrategyList,
+    StrategySource,
     UsersArgs,
-    count,
-    flag,
-    function,
     named,
-    strategy_list,
     takes,
 )
 from kvrsim.builder import build_scenario, build_scenarios
@@ -45,11 +44,10 @@ if TYPE_CHECKING:
     from planner.uncertainty.noise import Disturbance
 
 _Result = TypeVar("_Result", "kvrsim.Plan", "kvrsim.SimResult")
-_jobs = count(4096)
 _WITHOUT_PREFIX = {"cached_prefix": 0, "prefix_placement": "all"}
 
 
-@takes(ScenarioArgs, PlanArgs, NoiseArgs, UsersArgs, timeline=flag, on_progress=function)
+@takes(timeline=bool, on_progress=ProgressFunction | None)
 def plan(
     args: ScenarioArgs,
     options: PlanArgs,
@@ -136,7 +134,7 @@ def _gpus_of_cluster(args: ScenarioArgs) -> int | None:
         return None
 
 
-@takes(ScenarioArgs, SimulateArgs, NoiseArgs, UsersArgs, timeline=flag)
+@takes(timeline=bool)
 def simulate(
     args: ScenarioArgs, run: SimulateArgs, noise: NoiseArgs, users: UsersArgs, *, timeline: bool = False
 ) -> kvrsim.SimResult:
@@ -205,7 +203,7 @@ def _with_users(result: _Result, scenario: kvrsim.Scenario, users: UsersArgs) ->
     return with_users(result, scenario, users)
 
 
-@takes(ScenariosArgs, strategy=named(STRATEGY), jobs=_jobs, on_progress=function)
+@takes(strategy=StrategySource, jobs=NumJobs, on_progress=ProgressFunction | None)
 def build_table(
     args: ScenariosArgs,
     *,
@@ -248,7 +246,7 @@ def build_table(
         return make_table(base, counts, lengths, strategy=strategy, pool=pool, on_progress=on_progress)
 
 
-@takes(PredictorArgs, fixed=_WITHOUT_PREFIX, strategy=named(STRATEGY), jobs=_jobs, on_progress=function)
+@takes(fixed=_WITHOUT_PREFIX, strategy=StrategySource, jobs=NumJobs, on_progress=ProgressFunction | None)
 def build_predictor(
     args: PredictorArgs,
     *,
@@ -291,7 +289,7 @@ def build_predictor(
         return make_predictor(scenario, strategy=strategy, pool=pool, on_progress=on_progress)
 
 
-@takes(ScenariosArgs, MapArgs, on_progress=function)
+@takes(on_progress=ProgressFunction | None)
 def map_strategies(
     args: ScenariosArgs, options: MapArgs, *, on_progress: OnProgress | None = None
 ) -> kvrsim.StrategyMap:
@@ -342,7 +340,7 @@ def map_of(
     )
 
 
-@takes(DeploymentArgs, FleetArgs, fixed=OF_REQUESTS, strategies=strategy_list, on_progress=function)
+@takes(fixed=OF_REQUESTS, strategies=StrategyList | None, on_progress=ProgressFunction | None)
 def capacity(
     args: DeploymentArgs,
     fleet: FleetArgs,
@@ -411,7 +409,7 @@ def capacity_of(
     return plan_capacity(scenario, request, policy, warnings=warnings, pool=pool, on_progress=on_progress)
 
 
-@takes(MeasuredArgs, strategies=strategy_list, top=count(2**20), virtual=flag)
+@takes(strategies=StrategyList | None, top=Count, virtual=bool | None)
 def confirm(
     args: MeasuredArgs,
     *,
@@ -466,7 +464,7 @@ def confirm(
 
 def table_of(source: str | PathLike[str] | kvrsim.PartitionTable | None) -> kvrsim.PartitionTable | None:
     """A partition table; if a file is named, the table is read from it."""
-    table = None if source is None else TABLE.read(source, "table")
+    table = None if source is None else named("planner.table.table:PartitionTable")(source, "table")
     if not isinstance(table, str):
         return table
     from planner.table.table import load_table  # imported only if a file is named

@@ -9,67 +9,77 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import click
 
 from kvrsim.arguments import (
     REQUIRED,
-    SEED,
     Arguments,
     BudgetArgs,
+    Help,
     MeasuredArgs,
+    NumJobs,
     Option,
     PoolArgs,
+    Read,
     ScenarioArgs,
-    choice,
-    count,
-    entry,
+    Seconds,
+    Seed,
     flag,
+    groups_of,
+    option_of,
     options_of,
-    quantity,
-    switch,
+    unchanged,
 )
-from kvrsim.choices import ALL_OPTIONS, DEPLOY_ENGINES, DEVICES, FEW_OPTIONS, RANK_BACKENDS
+from kvrsim.choices import ALL_OPTIONS, FEW_OPTIONS, DeployEngine, Device, RankBackend
 from kvrsim.cli.help import Place
 from kvrsim.errors import ABSENT, InputError
-from kvrsim.units import parse_seconds
+from kvrsim.io.annotations import Range
 
 if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
     from planner.confirm.hardware import Hardware
     from planner.processes import Pool
 
-FORMATS = ("csv", "md")
+Format = Literal["csv", "md"]
+FORMATS: tuple[Format, ...] = get_args(Format)
 _DATA = Path(__file__).parents[1] / "data"
 _NAMED = {  # folder or file of kvrsim/data with the names of an option's values
     **{"model": "models", "cluster": "clusters", "profile": "profiles", "engine": "engines", "gpu": "gpus"},
     **{"link": "links", "strategy": "strategies", "strategies": "strategies"},
 }
 _PLACES = ("model", "cluster")  # options of a question that may also be given by position
-JSON = switch("Print one JSON object instead of tables.")
+OUTPUT = ("--output", "-o")  # spellings of the option
+Json = Annotated[bool, Help("Print one JSON object instead of tables.")]
 
 
-def takes(
-    *groups: type[Arguments], fixed: Mapping[str, Any] | None = None
+def with_options(
+    *, fixed: Mapping[str, object] = MappingProxyType({})
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of Click from a function whose first parameters are these groups.
+    """Make a command of Click from a function; its parameters by position are groups of arguments.
 
     The command has an option for each of their fields, except those with a `fixed` value, and for each further
-    parameter, whose default is an `option`, a `switch` or an `argument`. The model and the cluster of a question may
-    also be given as the first and second argument.
+    parameter, which is annotated like a field. The model and the cluster of a question may also be given as the first
+    and second argument.
     """
-    fixed = fixed or {}
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        own = list(inspect.signature(function).parameters.values())[len(groups) :]
-        has_others = any(one.default.positional for one in own)
+        groups = groups_of(function)
+        own: dict[str, Option] = {}
+        for parameter in inspect.signature(function, eval_str=True).parameters.values():
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                own[parameter.name] = option_of(parameter.annotation, parameter.default)
+        has_others = any(option.positional for option in own.values())
         asks = any(issubclass(group, ScenarioArgs) for group in groups) and not has_others
         places = [name for name in _PLACES if asks and name not in fixed]
-        declared: dict[str, Option] = {name: one for group in groups for name, one in options_of(group).items()}
-        declared |= {one.name: one.default for one in own}
+        declared: dict[str, Option] = {}
+        for group in groups:
+            declared |= options_of(group)
+        declared |= own
 
-        def command(**values: Any) -> None:
+        def command(**values: object) -> None:
             options = {name: value for name, value in values.items() if value is not None}
             for name in places:
                 if (value := options.pop(f"{name}_", None)) is not None:
@@ -80,7 +90,7 @@ def takes(
                 elif name not in options and declared[name].default is REQUIRED:
                     raise InputError(name, ABSENT, declared[name].help)
             parts = [group.take(options, fixed) for group in groups]
-            rest = {one.name: one.default.read(options.get(one.name), one.name) for one in own}
+            rest = {name: option.read(options.get(name, option.default), name) for name, option in own.items()}
             function(*parts, **rest)
 
         parameters: list[click.Parameter] = [_place(name, declared[name]) for name in places]
@@ -116,7 +126,7 @@ def _place(name: str, declared: Option) -> click.Argument:
     return Place([f"{name}_"], metavar=name.upper(), required=False, about=declared.help)
 
 
-def _parameter(name: str, declaration: Option, default: Any) -> click.Parameter:
+def _parameter(name: str, declaration: Option, default: object) -> click.Parameter:
     """Make a parameter of Click from an argument; its values are texts, which the argument's check reads."""
     is_required = default is REQUIRED
     if declaration.positional:
@@ -165,27 +175,24 @@ def picture(value: object, parameter: str, *, page: bool = False) -> str:
     return writable(value, parameter)
 
 
-picture_or_page = functools.partial(picture, page=True)
-
-
-def output(metavar: str, help: str, default: Any = REQUIRED) -> Any:
-    """Declare --output, -o."""
-    return Option(metavar=metavar, help=help, check=writable, default=default, spelling=("--output", "-o"))
+WritablePath = Annotated[str, Read(writable)]
+PictureOrPagePath = Annotated[str, Read(functools.partial(picture, page=True))]
+Sources = Annotated[tuple[str, ...], Read(unchanged)]  # of an argument that may be repeated
 
 
 class PageArgs(Arguments):
-    """Files of a timeline; a picture may be an interactive page.
+    """Files of a timeline; a picture may be an interactive page."""
 
-    Output
-    ------
-    trace : FILE
-        Write the timeline as JSON for Perfetto or chrome://tracing.
-    plot : FILE
-        Draw a Gantt chart: FILE.html is an interactive page, FILE.png, FILE.svg and FILE.pdf are pictures.
-    """
-
-    trace: Any = entry(writable)
-    plot: Any = entry(picture_or_page)
+    trace: Annotated[
+        WritablePath | None, Help("Write the timeline as JSON for Perfetto or chrome://tracing.", metavar="FILE")
+    ] = None
+    plot: Annotated[
+        PictureOrPagePath | None,
+        Help(
+            "Draw a Gantt chart: FILE.html is an interactive page, FILE.png, FILE.svg and FILE.pdf are pictures.",
+            metavar="FILE",
+        ),
+    ] = None
 
     @property
     def is_given(self) -> bool:
@@ -199,34 +206,31 @@ class PageArgs(Arguments):
 
 
 class DeployArgs(Arguments):
-    """The serving engine of the answer.
+    """The serving engine of the answer."""
 
-    Output
-    ------
-    emit : vllm|sglang|trtllm
-        Print the command that launches the fastest strategy that this engine has.
-
-    Search
-    ------
-    only_deployable : vllm|sglang|trtllm
-        Compare only strategies that this engine has.
-    """
-
-    emit: Any = entry(choice(*DEPLOY_ENGINES))
-    only_deployable: Any = entry(choice(*DEPLOY_ENGINES))
+    emit: Annotated[
+        DeployEngine | None,
+        Help(
+            "Print the command that launches the fastest strategy that this engine has.", metavar="vllm|sglang|trtllm"
+        ),
+    ] = None
+    only_deployable: Annotated[
+        DeployEngine | None,
+        Help("Compare only strategies that this engine has.", metavar="vllm|sglang|trtllm", section="Search"),
+    ] = None
 
 
 class OutputArgs(Arguments):
-    """How a command prints its answer.
+    """How a command prints its answer."""
 
-    Output
-    ------
-    format : csv|md
-        Print the answer's table as CSV or as a Markdown table, with the names and units of --json.
-    """
-
-    format: Any = entry(choice(*FORMATS))
-    json: Any = JSON
+    format: Annotated[
+        Format | None,
+        Help(
+            "Print the answer's table as CSV or as a Markdown table, with the names and units of --json.",
+            metavar="csv|md",
+        ),
+    ] = None
+    json: Json = False
 
     def check(self, **others: object) -> None:
         """Refuse a format next to --json or to other options that print something."""
@@ -236,46 +240,50 @@ class OutputArgs(Arguments):
 
 
 class HardwareArgs(Arguments):
-    """How ranks run on this machine.
+    """How ranks run on this machine."""
 
-    Measurement
-    -----------
-    device : auto|cpu|cuda
-        Device that computes.
-    backend : gloo|nccl
-        Backend of torch.distributed. Default: nccl if each rank has a GPU, else gloo.
-    threads : N
-        CPU threads of each rank. Default: the profile's, or 1.
-    repeats : N
-        Measured prefills of each candidate.
-    warmups : N
-        Warm-up prefills of each candidate, which are not measured.
-    other_machine : bool
-        Measure even if the profile describes another machine.
-    timeout : TIME
-        Longest wait of a rank for a message. Default: from the prediction.
-    """
-
-    device: Any = entry(choice(*DEVICES), "auto")
-    backend: Any = entry(choice(*RANK_BACKENDS))
-    threads: Any = entry(count(1024))
-    repeats: Any = entry(count(10_000), 5)
-    warmups: Any = entry(count(10_000, least=0), 1)
-    other_machine: Any = entry(flag, False)
-    timeout: Any = entry(quantity(parse_seconds))
-    seed: Any = SEED
+    device: Annotated[Device, Help("Device that computes.", metavar="auto|cpu|cuda", section="Measurement")] = "auto"
+    backend: Annotated[
+        RankBackend | None,
+        Help(
+            "Backend of torch.distributed. Default: nccl if each rank has a GPU, else gloo.",
+            metavar="gloo|nccl",
+            section="Measurement",
+        ),
+    ] = None
+    threads: Annotated[
+        int | None,
+        Range(least=1, most=1024),
+        Help("CPU threads of each rank. Default: the profile's, or 1.", metavar="N", section="Measurement"),
+    ] = None
+    repeats: Annotated[
+        int,
+        Range(least=1, most=10000),
+        Help("Measured prefills of each candidate.", metavar="N", section="Measurement"),
+    ] = 5
+    warmups: Annotated[
+        int,
+        Range(least=0, most=10000),
+        Help("Warm-up prefills of each candidate, which are not measured.", metavar="N", section="Measurement"),
+    ] = 1
+    other_machine: Annotated[
+        bool, Help("Measure even if the profile describes another machine.", section="Measurement")
+    ] = False
+    timeout: Annotated[
+        Seconds | None,
+        Help(
+            "Longest wait of a rank for a message. Default: from the prediction.", metavar="TIME", section="Measurement"
+        ),
+    ] = None
+    seed: Seed = 0
 
 
 class BuildArgs(BudgetArgs):
-    """Arguments of commands that use all cores by default.
+    """Arguments of commands that use all cores by default."""
 
-    Processes
-    ---------
-    jobs : N
-        Number of processes. Default: one per core.
-    """
-
-    jobs: Any = entry(count(4096))
+    jobs: Annotated[
+        NumJobs | None, Help("Number of processes. Default: one per core.", metavar="N", section="Processes")
+    ] = None
 
 
 def pool_of(args: PoolArgs, *, every_core: bool = False) -> Pool:
@@ -300,7 +308,7 @@ def hardware_of(hardware: HardwareArgs, args: MeasuredArgs, scenario: Scenario) 
     measured = None if scenario.profile is None else scenario.profile.cluster
     threads = measured.gpu.num_sms if device == "cpu" and measured is not None else 1  # threads of the measurement
     return Hardware(
-        config=args.model,
+        config=str(args.model),
         device=device,
         backend=hardware.backend,
         threads=hardware.threads or threads,

@@ -26,25 +26,17 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_type_hints
 
 from kvrsim.errors import ABSENT, InputError
+from kvrsim.io.annotations import AnnotationParts
+from kvrsim.io.annotations import Check as Check
+from kvrsim.io.annotations import Keys as Keys
+from kvrsim.io.annotations import Range as Range
 from kvrsim.io.files import read_text, write_atomically
 from kvrsim.units import MAX_TOKENS
 
@@ -57,45 +49,6 @@ MAX_DEPTH = 50  # largest depth of nested arrays and objects; files of kvrsim ha
 _FIELD = re.compile(r"[.\[]")  # characters that end the name of a field in a key path
 _LARGEST = ("wait_s", "peak_bytes")  # lists per GPU that are replaced by their largest value
 _NUMBERS = re.compile(r"\[[-+.,0-9eE\s]+\]")  # arrays of numbers, which are written in one line
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """Limits of a number; `above` is a lower limit that is itself excluded."""
-
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-
-    def __contains__(self, value: float) -> bool:
-        return (
-            (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-        )
-
-    def __str__(self) -> str:
-        limits: list[str] = []
-        if self.above is not None:
-            limits.append(f" above {self.above:g}")
-        elif self.least is not None:
-            limits.append(f" of at least {self.least:g}")
-        if self.most is not None:
-            limits.append(f" at most {self.most:g}")
-        return " and".join(limits)
-
-
-class Check(NamedTuple):
-    """A condition on a value, in addition to its type."""
-
-    accepted: str  # the condition in words, for messages
-    holds: Callable[[Any], bool]
-
-
-class Keys(NamedTuple):
-    """The only keys of a mapping."""
-
-    names: tuple[str, ...]
 
 
 NonNegative = Annotated[float, Range(least=0.0, most=1e30)]
@@ -245,7 +198,7 @@ class JsonObject:
         value = self.fields.get(key)
         if value is None and default is not _REQUIRED:
             return default
-        kind = _kind(annotation)
+        kind = kind_of(annotation)
         if value is None:
             raise self.error(key, kind.accepted)
         return kind.read(value, key, self)
@@ -350,47 +303,36 @@ def read(cls: type[T], data: JsonObject, **fixed_values: Any) -> T:
 
 
 @cache
-def _fields(cls: type) -> dict[str, tuple[_Kind, bool]]:
+def _fields(cls: type) -> dict[str, tuple[ValueKind, bool]]:
     """The kind of each field, and whether it must be given."""
     hints = get_type_hints(cls, include_extras=True)
     return {
-        field.name: (_kind(hints[field.name]), field.default is MISSING and field.default_factory is MISSING)
+        field.name: (kind_of(hints[field.name]), field.default is MISSING and field.default_factory is MISSING)
         for field in fields(cls)
         if field.init
     }
 
 
 @cache
-def _kind(annotation: Any) -> _Kind:
-    return _Kind(annotation)
+def kind_of(annotation: Any) -> ValueKind:
+    """The parts of an annotation, read once."""
+    return ValueKind(annotation)
 
 
-class _Kind:
+class ValueKind(AnnotationParts):
     """The parts of an annotation, and the reader of its values."""
 
     def __init__(self, annotation: Any) -> None:
-        self.extras: tuple[Any, ...] = ()
-        if get_origin(annotation) is Annotated:
-            annotation, *extras = get_args(annotation)
-            self.extras = tuple(extras)
-        is_union = get_origin(annotation) in (Union, UnionType)
-        self.options = [one for one in get_args(annotation) if one is not NoneType] if is_union else [annotation]
-        self.optional = is_union and NoneType in get_args(annotation)
-        self.base = annotation
-        if is_union and len(self.options) == 1:
-            inner = _kind(self.options[0])
-            self.base = inner.base
-            self.extras = inner.extras
-        self.origin, self.args = get_origin(self.base), get_args(self.base)
+        super().__init__(annotation)
         self.checks = [extra for extra in self.extras if isinstance(extra, Check)]
         self.keys = next((extra.names for extra in self.extras if isinstance(extra, Keys)), None)
         default = _RANGES.get(self.base)
         self.range = next((extra for extra in self.extras if isinstance(extra, Range)), default)
 
     @cached_property
-    def inner(self) -> list[_Kind]:
+    def inner(self) -> list[ValueKind]:
         """Kinds of the items, or of a mapping's keys and values."""
-        return [_kind(one) for one in self.args if one is not Ellipsis]
+        return [kind_of(one) for one in self.args if one is not Ellipsis]
 
     @property
     def accepted(self) -> str:
@@ -402,7 +344,7 @@ class _Kind:
         if self.checks:
             return self.checks[0].accepted
         if len(self.options) > 1:
-            return " or ".join(_kind(option).accepted for option in self.options)
+            return " or ".join(kind_of(option).accepted for option in self.options)
         if self.base is int and self.range is not None:
             return f"a whole number from {int(self.range.least or 0)} to {int(self.range.most or 0)}"
         if self.origin is Literal:
@@ -462,7 +404,7 @@ class _Kind:
     def _number(self, value: Any) -> float | int | None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
             return None
-        if self.range is not None and value not in self.range:
+        if self.range is not None and not self.range.admits(value):
             return None
         if self.base is int and value != int(value):
             return None
@@ -477,7 +419,7 @@ class _Kind:
         first = self.inner[0]
         if many and not first.checks and {type(value) for value in values} == {first.base}:  # fast check of long tables
             limits = first.range
-            if limits is not None and all(map(_is_finite, values)) and min(values) in limits and max(values) in limits:
+            if limits is not None and all(map(_is_finite, values)) and all(map(limits.admits, values)):
                 return sequence(values)
         kinds = [first] * len(values) if many else self.inner
         items = enumerate(zip(kinds, values, strict=True))
@@ -493,7 +435,7 @@ class _Kind:
         return {key: self.inner[1].read(value[key], key, child) for key in names}
 
     def _read_union(self, value: Any, path: str, data: JsonObject) -> Any:
-        kinds = [_kind(option) for option in self.options]
+        kinds = [kind_of(option) for option in self.options]
         objects = [kind for kind in kinds if isinstance(kind.base, type) and is_dataclass(kind.base)]
         if isinstance(value, dict) and objects:
             best = max(objects, key=lambda kind: len(_fields(kind.base).keys() & value.keys()))

@@ -13,7 +13,7 @@ import pytest
 
 import kvrsim
 from kvrsim import arguments
-from kvrsim.arguments import MOST_VALUES, Arguments, ScenarioArgs, ScenariosArgs, TargetArgs, options_of
+from kvrsim.arguments import MOST_VALUES, Arguments, ScenarioArgs, ScenariosArgs, TargetArgs, option_of, options_of
 from kvrsim.choices import SECTIONS
 from kvrsim.errors import InputError
 
@@ -153,3 +153,16 @@ def test_a_target_is_a_finite_time() -> None:
     with pytest.raises(InputError, match="link_bandwidth: got"):
         ScenarioArgs(ctx="1k", link_bandwidth=5e-324)
     assert ScenarioArgs(ctx="1k", link_latency=0).link_latency == 0
+
+
+def test_a_group_is_frozen() -> None:
+    target = TargetArgs(slo="2s")
+    with pytest.raises(AttributeError, match="TargetArgs is frozen"):
+        target.slo = 3.0
+    assert target.slo == 2.0
+
+
+@pytest.mark.parametrize("annotation", [object, list[str], int, int | str])
+def test_an_argument_says_how_it_is_read(annotation: Any) -> None:
+    with pytest.raises(TypeError, match=r"needs Read\(function\)"):
+        option_of(annotation)

@@ -6,34 +6,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from kvrsim.arguments import (
-    REQUIRED,
-    Arguments,
-    PrefillArgs,
-    argument,
-    choice,
-    count,
-    entry,
-    number,
-    option,
-    quantity,
-    switch,
-    text,
-    tokens,
-)
-from kvrsim.choices import ATTENTIONS, DEVICES
+from kvrsim.arguments import Arguments, Help, PrefillArgs, Read, Seconds, Tokens, quantity, written
+from kvrsim.choices import ATTENTIONS, DEVICES, Device
 from kvrsim.cli.commands.catalogue import TERM_MEANINGS
 from kvrsim.cli.help import CommandGroup
-from kvrsim.cli.options import JSON, output, require_torch, takes, writable
+from kvrsim.cli.options import OUTPUT, Json, Sources, WritablePath, require_torch, with_options
 from kvrsim.cli.output import print_json, print_result, warn_notes
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Facts, Part, facts, show
 from kvrsim.errors import ABSENT, InputError
+from kvrsim.io.annotations import Range
 from kvrsim.io.schema import fields_to_json
 from kvrsim.text import printable
-from kvrsim.units import format_seconds, parse_bytes, parse_seconds
+from kvrsim.units import format_seconds, parse_bytes
 from kvrsim.version import __version__
 from kvrsim.views.table import columns, format_interval, narrowing
 
@@ -49,6 +36,7 @@ if TYPE_CHECKING:
 app = CommandGroup()
 _ROWS = "Write the measurements as CSV."
 _COMPUTE_SHARE = 0.75  # share of `--minutes` that `calibrate all` spends on layers
+_LONGEST_MESSAGE = written("64MiB")
 _USUAL_LINK = "pcie4-x16"  # link assumed for a device that no built-in cluster has
 
 
@@ -69,40 +57,48 @@ def _form(value: object, parameter: str) -> str:
     return str(value)
 
 
-DEVICE = option("|".join(DEVICES), "Device that computes.", "Measurement", choice(*DEVICES), "auto")
-THREADS = option("N", "CPU threads of each rank.", "Measurement", count(1024), 1)
-NAME = option("NAME", "Name of the profile. Default: the name of its file.")
-
-
-def _minutes(default: float) -> Any:
-    limits = number(least=0.05, most=24 * 60)
-    return option("M", "Approximate time limit of the measurements, in minutes.", "Measurement", limits, default)
+Bytes = Annotated[int, Read(quantity(parse_bytes))]
+MeasuredDevice = Annotated[Device, Help("Device that computes.", metavar="|".join(DEVICES), section="Measurement")]
+Threads = Annotated[
+    int, Range(least=1, most=1024), Help("CPU threads of each rank.", metavar="N", section="Measurement")
+]
+ProfileName = Annotated[str | None, Help("Name of the profile. Default: the name of its file.", metavar="NAME")]
+Minutes = Annotated[
+    float,
+    Range(least=0.05, most=24 * 60),
+    Help("Approximate time limit of the measurements, in minutes.", metavar="M", section="Measurement"),
+]
 
 
 class LayerArgs(Arguments):
-    """The layers to measure, and how to measure them.
+    """The layers to measure, and how to measure them."""
 
-    Question
-    --------
-    model : NAME|PATH
-        Model whose layers are measured: a built-in name, or a config.json's path.
-    ctx : LEN
-        Longest context. Default: 16k; 4k on a CPU.
-    dtype : fp16|bf16|fp32
-        Element type. Default: fp16; fp32 on a CPU.
-
-    Machine
-    -------
-    attention : KERNEL,...
-        Kernels out of eager, sdpa, flash; the first is the profile's default. Default: all; sdpa on a CPU.
-    """
-
-    model: Any = entry(text, "llama-7b")
-    ctx: Any = entry(tokens)
-    dtype: Any = entry(choice("fp16", "bf16", "fp32"))
-    attention: Any = entry(_kernels)
-    device: Any = DEVICE
-    threads: Any = THREADS
+    model: Annotated[
+        str,
+        Help(
+            "Model whose layers are measured: a built-in name, or a config.json's path.",
+            metavar="NAME|PATH",
+            section="Question",
+        ),
+    ] = "llama-7b"
+    ctx: Annotated[
+        Tokens | None, Help("Longest context. Default: 16k; 4k on a CPU.", metavar="LEN", section="Question")
+    ] = None
+    dtype: Annotated[
+        Literal["fp16", "bf16", "fp32"] | None,
+        Help("Element type. Default: fp16; fp32 on a CPU.", metavar="fp16|bf16|fp32", section="Question"),
+    ] = None
+    attention: Annotated[
+        tuple[str, ...] | None,
+        Read(_kernels),
+        Help(
+            "Kernels out of eager, sdpa, flash; the first is the profile's default. Default: all; sdpa on a CPU.",
+            metavar="KERNEL,...",
+            section="Machine",
+        ),
+    ] = None
+    device: MeasuredDevice = "auto"
+    threads: Threads = 1
 
     def setup(self) -> ComputeSetup:
         """Return the setup of the measurement of layers; torch finds the devices."""
@@ -131,18 +127,16 @@ class LayerArgs(Arguments):
 
 
 class RankArgs(Arguments):
-    """The ranks between which links are measured.
+    """The ranks between which links are measured."""
 
-    Measurement
-    -----------
-    ranks : N
-        Number of ranks. Default: one per GPU, or cores / threads.
-    timeout : TIME
-        Time after which an unresponsive rank counts as failed.
-    """
-
-    ranks: Any = entry(count(64))
-    timeout: Any = entry(quantity(parse_seconds), "60s")
+    ranks: Annotated[
+        int | None,
+        Range(least=1, most=64),
+        Help("Number of ranks. Default: one per GPU, or cores / threads.", metavar="N", section="Measurement"),
+    ] = None
+    timeout: Annotated[
+        Seconds, Help("Time after which an unresponsive rank counts as failed.", metavar="TIME", section="Measurement")
+    ] = written("60s")
 
     def number(self, device: str, threads: int) -> int:
         """Return the given number of ranks, by default as many as the machine has room for."""
@@ -163,9 +157,13 @@ class RankArgs(Arguments):
 
 
 @app.command("compute")
-@takes(LayerArgs)
+@with_options()
 def compute(
-    layers: LayerArgs, *, minutes: Any = _minutes(3), output: Any = output("FILE", _ROWS), json: Any = JSON
+    layers: LayerArgs,
+    *,
+    minutes: Minutes = 3,
+    output: Annotated[WritablePath, Help(_ROWS, metavar="FILE", spelling=OUTPUT)],
+    json: Json = False,
 ) -> None:
     """Measure a model's decoder layers on this machine.
 
@@ -179,18 +177,18 @@ def compute(
 
 
 @app.command("links")
-@takes(RankArgs)
+@with_options()
 def links(
     effort: RankArgs,
     *,
-    device: Any = DEVICE,
-    threads: Any = THREADS,
-    max_bytes: Any = option(
-        "SIZE", "Longest message, such as a layer's K and V.", "Measurement", quantity(parse_bytes), "64MiB"
-    ),
-    minutes: Any = _minutes(2),
-    output: Any = output("FILE", _ROWS),
-    json: Any = JSON,
+    device: MeasuredDevice = "auto",
+    threads: Threads = 1,
+    max_bytes: Annotated[
+        Bytes, Help("Longest message, such as a layer's K and V.", metavar="SIZE", section="Measurement")
+    ] = _LONGEST_MESSAGE,
+    minutes: Minutes = 2,
+    output: Annotated[WritablePath, Help(_ROWS, metavar="FILE", spelling=OUTPUT)],
+    json: Json = False,
 ) -> None:
     """Measure messages and all-gathers between this machine's ranks.
 
@@ -244,17 +242,28 @@ def command() -> str:
 
 
 @app.command("all")
-@takes(LayerArgs, RankArgs)
+@with_options()
 def calibrate_all(
     layers: LayerArgs,
     effort: RankArgs,
     *,
-    links: Any = option("FILE", "Use links measured elsewhere instead of measuring them.", "Machine"),
-    link: Any = option("NAME|PATH", "Use a datasheet's link instead of measuring it.", "Machine"),
-    minutes: Any = _minutes(4),
-    output: Any = output("FILE.json", "Write the profile, and next to it FILE.compute.csv and FILE.links.csv."),
-    name: Any = NAME,
-    json: Any = JSON,
+    links: Annotated[
+        str | None, Help("Use links measured elsewhere instead of measuring them.", metavar="FILE", section="Machine")
+    ] = None,
+    link: Annotated[
+        str | None, Help("Use a datasheet's link instead of measuring it.", metavar="NAME|PATH", section="Machine")
+    ] = None,
+    minutes: Minutes = 4,
+    output: Annotated[
+        WritablePath,
+        Help(
+            "Write the profile, and next to it FILE.compute.csv and FILE.links.csv.",
+            metavar="FILE.json",
+            spelling=OUTPUT,
+        ),
+    ],
+    name: ProfileName = None,
+    json: Json = False,
 ) -> None:
     """Measure layers and links of this machine and fit a profile.
 
@@ -312,35 +321,41 @@ def _datasheet_link(compute: str) -> str | None:
 
 
 class FitArgs(Arguments):
-    """What to fit, and where to write the result.
+    """What to fit, and where to write the result."""
 
-    Machine
-    -------
-    gpu : NAME|PATH
-        The GPU measured. Default: the one named in the rows.
-    link : NAME|PATH
-        The link measured. Default: the one of the GPU's cluster.
-    attention_kernel : fa2|flashinfer|paged|fa3|eager
-        The kernel's cost model. Default: the best fit.
-    """
-
-    gpu: Any = entry()
-    link: Any = entry()
-    attention_kernel: Any = entry(_form)
-    output: Any = output("FILE", "Write the profile, as JSON.")
-    name: Any = NAME
-    json: Any = JSON
+    gpu: Annotated[
+        str | None,
+        Help("The GPU measured. Default: the one named in the rows.", metavar="NAME|PATH", section="Machine"),
+    ] = None
+    link: Annotated[
+        str | None,
+        Help("The link measured. Default: the one of the GPU's cluster.", metavar="NAME|PATH", section="Machine"),
+    ] = None
+    attention_kernel: Annotated[
+        str | None,
+        Read(_form),
+        Help(
+            "The kernel's cost model. Default: the best fit.",
+            metavar="fa2|flashinfer|paged|fa3|eager",
+            section="Machine",
+        ),
+    ] = None
+    output: Annotated[WritablePath, Help("Write the profile, as JSON.", metavar="FILE", spelling=OUTPUT)]
+    name: ProfileName = None
+    json: Json = False
 
 
 @app.command("fit")
-@takes(FitArgs)
+@with_options()
 def fit(
     options: FitArgs,
     *,
-    compute: Any = option(
-        "SOURCE", "Measured kernels: CSV, or another source (see import).", "Machine", text, REQUIRED
-    ),
-    links: Any = option("SOURCE", "Measured links. Default: the datasheet's.", "Machine"),
+    compute: Annotated[
+        str, Help("Measured kernels: CSV, or another source (see import).", metavar="SOURCE", section="Machine")
+    ],
+    links: Annotated[
+        str | None, Help("Measured links. Default: the datasheet's.", metavar="SOURCE", section="Machine")
+    ] = None,
 ) -> None:
     """Fit a profile to measurements of one GPU and its links.
 
@@ -352,16 +367,20 @@ def fit(
 
 
 @app.command("import")
-@takes(FitArgs)
+@with_options()
 def import_(
     options: FitArgs,
     *,
-    sources: Any = argument(
-        "SOURCE...",
-        "aisimulate:[WHEEL:]SYSTEM/FRAMEWORK, or a CSV file; append ?gpu=TEXT, ?kernel=TEXT or ?model=TEXT to filter.",
-        check=lambda value, _: value,
-    ),
-    measurements: Any = option("FILE", "Also write the rows as one CSV file.", check=writable),
+    sources: Annotated[
+        Sources,
+        Help(
+            "aisimulate:[WHEEL:]SYSTEM/FRAMEWORK, or a CSV file; append ?gpu=TEXT, ?kernel=TEXT or ?model=TEXT to "
+            "filter.",
+            metavar="SOURCE...",
+            positional=True,
+        ),
+    ],
+    measurements: Annotated[WritablePath | None, Help("Also write the rows as one CSV file.", metavar="FILE")] = None,
 ) -> None:
     """Fit a profile to measurements that others have published.
 
@@ -433,20 +452,27 @@ def _show(report: FitReport, options: FitArgs) -> None:
 
 
 @app.command("prefills")
-@takes(PrefillArgs)
+@with_options()
 def prefills(
     args: PrefillArgs,
     *,
-    files: Any = argument(
-        "ROWS.csv|OUTPUT.json...",
-        "Measured prefills: a CSV file with a column ttft_s or ttft_ms, or what vllm bench latency, vllm bench serve,"
-        " sglang.bench_one_batch or AIPerf wrote.",
-        check=lambda value, _: value,
-    ),
-    check: Any = switch("Fit nothing; report how far the profile is from the rows.", "Measurement"),
-    output: Any = output("FILE", "Write the profile with the fitted engine, as JSON.", None),
-    name: Any = NAME,
-    json: Any = JSON,
+    files: Annotated[
+        Sources,
+        Help(
+            "Measured prefills: a CSV file with a column ttft_s or ttft_ms, or what vllm bench latency, vllm bench "
+            "serve, sglang.bench_one_batch or AIPerf wrote.",
+            metavar="ROWS.csv|OUTPUT.json...",
+            positional=True,
+        ),
+    ],
+    check: Annotated[
+        bool, Help("Fit nothing; report how far the profile is from the rows.", section="Measurement")
+    ] = False,
+    output: Annotated[
+        WritablePath | None, Help("Write the profile with the fitted engine, as JSON.", metavar="FILE", spelling=OUTPUT)
+    ] = None,
+    name: ProfileName = None,
+    json: Json = False,
 ) -> None:
     """Fit a serving engine to whole prefills measured on it.
 
@@ -471,6 +497,7 @@ def prefills(
             content = checked.to_dict()
             screen = check_screen(checked, cases.cases[0].scenario)
         else:
+            assert output is not None  # refused above
             fitted = fit(args, cases, files, name or Path(output).stem, progress)
             fitted.profile.write(output)
             content = fitted.to_dict() | {"output": output}

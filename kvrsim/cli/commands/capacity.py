@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 from click.exceptions import Exit
 
-from kvrsim.arguments import OF_REQUESTS, BudgetArgs, DeploymentArgs, FleetArgs, entry, strategy_list
+from kvrsim.arguments import OF_REQUESTS, BudgetArgs, DeploymentArgs, FleetArgs, Help, StrategyList
 from kvrsim.cli.commands.plan import show_deployment
-from kvrsim.cli.options import DeployArgs, OutputArgs, picture_or_page, pool_of, takes
+from kvrsim.cli.options import DeployArgs, OutputArgs, PictureOrPagePath, pool_of, with_options
 from kvrsim.cli.output import print_answer, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Part, facts, header, limit_text, note_rows, rests_on_line
@@ -20,24 +20,27 @@ if TYPE_CHECKING:
 
 
 class AnswerArgs(OutputArgs):
-    """What groups may run, and how the answer is printed and drawn.
+    """What groups may run, and how the answer is printed and drawn."""
 
-    Question
-    --------
-    strategies : NAME,NAME,...|all
-        Strategies that groups may run; each group uses its fastest. Default: all that need no long search.
+    strategies: Annotated[
+        StrategyList | None,
+        Help(
+            "Strategies that groups may run; each group uses its fastest. Default: all that need no long search.",
+            metavar="NAME,NAME,...|all",
+            section="Question",
+        ),
+    ] = None
+    plot: Annotated[
+        PictureOrPagePath | None,
+        Help(
+            "Draw the fleets by cost and TTFT: FILE.png, FILE.svg, FILE.pdf, or the page FILE.html.",
+            metavar="FILE",
+            spelling=("--plot", "--html"),
+        ),
+    ] = None
 
-    Output
-    ------
-    plot : FILE
-        Draw the fleets by cost and TTFT: FILE.png, FILE.svg, FILE.pdf, or the page FILE.html.
-    """
 
-    strategies: Any = entry(strategy_list)
-    plot: Any = entry(picture_or_page, spelling=("--plot", "--html"))
-
-
-@takes(DeploymentArgs, FleetArgs, BudgetArgs, DeployArgs, AnswerArgs, fixed=OF_REQUESTS)
+@with_options(fixed=OF_REQUESTS)
 def capacity(
     args: DeploymentArgs, fleet: FleetArgs, workers: BudgetArgs, deploy: DeployArgs, output: AnswerArgs
 ) -> None:
@@ -67,7 +70,7 @@ def capacity(
     if deploy.emit is not None and result.answer is not None:
         from planner.capacity.deployment import fleet_deployment
 
-        deployment = fleet_deployment(result, deploy.emit, model=args.model)
+        deployment = fleet_deployment(result, deploy.emit, model=str(args.model))
     if deployment is not None and not output.json:
         show_deployment(deployment)
     print_answer(output, (deployment or result).to_dict, result.rows, lambda: capacity_screen(result))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from kvrsim.arguments import argument, option
+from kvrsim.arguments import Help
 from kvrsim.cli.help import CommandGroup
-from kvrsim.cli.options import JSON, OutputArgs, takes
+from kvrsim.cli.options import Json, OutputArgs, with_options
 from kvrsim.cli.output import print_answer, print_json
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Part, facts, show, show_tree
@@ -63,7 +63,7 @@ def _commands(
         rows = one.row or one.to_json
         print_answer(answer, lambda: {kind: list(map(rows, things))}, kind, lambda: one.list_screen(things))
 
-    def show_one(*, name: Any = argument(names, which), json: Any = JSON) -> None:
+    def show_one(*, name: str, json: Json = False) -> None:
         one = shelf()
         thing = one.load(name, argument=names)
         if json:
@@ -73,8 +73,9 @@ def _commands(
 
     list_all.__doc__ = f"{list_help}\n\nExample: kvrsim {kind} list"
     show_one.__doc__ = show_help
-    program.command("list")(takes(OutputArgs)(list_all))
-    program.command("show")(takes()(show_one))
+    show_one.__annotations__["name"] = Annotated[str, Help(which, metavar=names, positional=True)]
+    program.command("list")(with_options()(list_all))
+    program.command("show")(with_options()(show_one))
     return program
 
 
@@ -234,12 +235,15 @@ models = _commands(
 
 
 @models.command("add")
-@takes()
+@with_options()
 def models_add(
     *,
-    source: Any = argument("CONFIG|FOLDER", "A config.json, its folder, or a Hugging Face id on this disk."),
-    name: Any = option("NAME", "Name of the model. Default: the name of the folder."),
-    json: Any = JSON,
+    source: Annotated[
+        str,
+        Help("A config.json, its folder, or a Hugging Face id on this disk.", metavar="CONFIG|FOLDER", positional=True),
+    ],
+    name: Annotated[str | None, Help("Name of the model. Default: the name of the folder.", metavar="NAME")] = None,
+    json: Json = False,
 ) -> None:
     """Add a model to your own catalogue.
 

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from kvrsim.arguments import Option, argument
-from kvrsim.cli.options import takes
+from kvrsim.arguments import Help
+from kvrsim.cli.options import Sources, with_options
 from kvrsim.cli.output import write_files
 from kvrsim.cli.text import headline, show
 from kvrsim.errors import InputError
 from kvrsim.views.table import MOST_ROWS
 
-_PLOT = Option(metavar="FILE", help="Write the comparison as a page, FILE.html.", spelling=("--plot", "--html"))
 
-
-@takes()
+@with_options()
 def compare(
     *,
-    answers: Any = argument(
-        "ANSWER.json...",
-        "Two or more outputs of kvrsim plan --json or simulate --json, or of capacity --json.",
-        check=lambda value, _: value,
-    ),
-    plot: Any = _PLOT,
+    answers: Annotated[
+        Sources,
+        Help(
+            "Two or more outputs of kvrsim plan --json or simulate --json, or of capacity --json.",
+            metavar="ANSWER.json...",
+            positional=True,
+        ),
+    ],
+    plot: Annotated[
+        str | None, Help("Write the comparison as a page, FILE.html.", metavar="FILE", spelling=("--plot", "--html"))
+    ] = None,
 ) -> None:
     """Show saved answers side by side.
 

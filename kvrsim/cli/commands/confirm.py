@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 from click.exceptions import Exit
 
-from kvrsim.arguments import Arguments, MeasuredArgs, count, entry, flag, number, quantity, strategy_list
+from kvrsim.arguments import Arguments, Help, MeasuredArgs, Read, Share, strategy_list, written
 from kvrsim.cli.commands.run import FIXED
-from kvrsim.cli.options import HardwareArgs, OutputArgs, PageArgs, hardware_of, output, takes
+from kvrsim.cli.options import OUTPUT, HardwareArgs, OutputArgs, PageArgs, WritablePath, hardware_of, with_options
 from kvrsim.cli.output import print_answer, print_json, print_result, warn_once, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Part, facts, header, headline, likely, note_rows
 from kvrsim.errors import ABSENT, InputError, KvrsimError
+from kvrsim.io.annotations import Range
 from kvrsim.io.files import is_first_rank
-from kvrsim.units import format_seconds, parse_share
+from kvrsim.units import format_seconds
 from kvrsim.views.table import Text
 
 if TYPE_CHECKING:
@@ -26,54 +27,73 @@ if TYPE_CHECKING:
 
 NOT_MET = 1  # exit code if a target is not met or a rank fails
 _STARTING = "planning and starting ranks"
-_share = quantity(parse_share)
+StrategyNames = Annotated[list[str], Read(strategy_list)]  # of the shipped strategies
 
 
 class ConfirmArgs(Arguments):
-    """What is measured, and its targets.
+    """What is measured, and its targets."""
 
-    Question
-    --------
-    strategies : NAMES|all
-        Strategies to measure, such as ring,tp,kvr-s; all: every strategy that the planner compares and that runs here.
-        Default: single,tsp,kvr-e,kvr-s.
+    strategies: Annotated[
+        StrategyNames | None,
+        Help(
+            "Strategies to measure, such as ring,tp,kvr-s; all: every strategy that the planner compares and that "
+            "runs here. Default: single,tsp,kvr-e,kvr-s.",
+            metavar="NAMES|all",
+            section="Question",
+        ),
+    ] = None
+    max_regret: Annotated[
+        Share,
+        Help(
+            "Fail if the plan's choice is significantly slower than the fastest candidate, by more than this share.",
+            metavar="SHARE",
+            section="Target",
+        ),
+    ] = written("3%")
+    max_error: Annotated[
+        Share,
+        Help("Fail if the median error of the predictions is larger than this.", metavar="SHARE", section="Target"),
+    ] = written("7%")
+    max_logit_error: Annotated[
+        Share | None,
+        Help(
+            "Fail if logits differ by more than this share of the largest. Default: depends on the dtype.",
+            metavar="SHARE",
+            section="Target",
+        ),
+    ] = None
+    top: Annotated[
+        int,
+        Range(least=1, most=1000),
+        Help("Number of KVR partitions: the plan's, and the K - 1 next best.", metavar="K", section="Search"),
+    ] = 3
+    search: Annotated[
+        bool,
+        Help(
+            "Search a faster partition with measured TTFTs, from the plan's partition on; needs --output.",
+            section="Search",
+        ),
+    ] = False
+    minutes: Annotated[
+        float,
+        Range(above=0, most=24 * 60),
+        Help("Approximate time limit of --search, in minutes.", metavar="M", section="Search"),
+    ] = 5
+    virtual: Annotated[
+        bool | None,
+        Help(
+            "Run all ranks in turn on one device and model the messages. Default: if there are too few devices.",
+            section="Measurement",
+            spelling=("--virtual/--no-virtual",),
+        ),
+    ] = None
+    output: Annotated[
+        WritablePath | None,
+        Help("Write the partition found by --search as a partition table.", metavar="FILE", spelling=OUTPUT),
+    ] = None
 
-    Target
-    ------
-    max_regret : SHARE
-        Fail if the plan's choice is significantly slower than the fastest candidate, by more than this share.
-    max_error : SHARE
-        Fail if the median error of the predictions is larger than this.
-    max_logit_error : SHARE
-        Fail if logits differ by more than this share of the largest. Default: depends on the dtype.
 
-    Search
-    ------
-    top : K
-        Number of KVR partitions: the plan's, and the K - 1 next best.
-    search : bool
-        Search a faster partition with measured TTFTs, from the plan's partition on; needs --output.
-    minutes : M
-        Approximate time limit of --search, in minutes.
-
-    Measurement
-    -----------
-    virtual : bool
-        Run all ranks in turn on one device and model the messages. Default: if there are too few devices.
-    """
-
-    strategies: Any = entry(strategy_list)
-    max_regret: Any = entry(_share, "3%")
-    max_error: Any = entry(_share, "7%")
-    max_logit_error: Any = entry(_share)
-    top: Any = entry(count(1000), 3)
-    search: Any = entry(flag, False)
-    minutes: Any = entry(number(above=0, most=24 * 60), 5)
-    virtual: Any = entry(flag, None, spelling=("--virtual/--no-virtual",))
-    output: Any = output("FILE", "Write the partition found by --search as a partition table.", None)
-
-
-@takes(MeasuredArgs, HardwareArgs, ConfirmArgs, PageArgs, OutputArgs, fixed=FIXED)
+@with_options(fixed=FIXED)
 def confirm(
     args: MeasuredArgs, hardware: HardwareArgs, options: ConfirmArgs, files: PageArgs, answer: OutputArgs
 ) -> None:

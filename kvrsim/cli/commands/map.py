@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from kvrsim.arguments import MapArgs, PoolArgs, ScenariosArgs, option
-from kvrsim.cli.options import OutputArgs, picture_or_page, pool_of, takes
+from kvrsim.arguments import Help, MapArgs, PoolArgs, ScenariosArgs
+from kvrsim.cli.options import OutputArgs, PictureOrPagePath, pool_of, with_options
 from kvrsim.cli.output import print_answer, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Part, Row, facts, header, headline, limit_text, note_rows
@@ -21,14 +21,14 @@ _PLOT = "Draw the fastest strategies over contexts and GPUs: FILE.png, FILE.svg,
 _MOST_NAMES = 24  # most strategies whose names are printed
 
 
-@takes(ScenariosArgs, MapArgs, PoolArgs, OutputArgs, fixed={"link_bandwidth": None})
+@with_options(fixed={"link_bandwidth": None})
 def strategy_map(
     args: ScenariosArgs,
     options: MapArgs,
     workers: PoolArgs,
     output: OutputArgs,
     *,
-    plot: Any = option("FILE", _PLOT, check=picture_or_page),
+    plot: Annotated[PictureOrPagePath | None, Help(_PLOT, metavar="FILE")] = None,
 ) -> None:
     """Find the fastest strategy over contexts and GPUs.
 

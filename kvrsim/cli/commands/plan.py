@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
 from click.exceptions import Exit
 
-from kvrsim.arguments import NoiseArgs, PlanArgs, PoolArgs, ScenarioArgs, UsersArgs, entry, flag
+from kvrsim.arguments import Help, NoiseArgs, PlanArgs, PoolArgs, ScenarioArgs, UsersArgs
 from kvrsim.cli import text as lines
-from kvrsim.cli.options import DeployArgs, OutputArgs, PageArgs, pool_of, takes
+from kvrsim.cli.options import DeployArgs, OutputArgs, PageArgs, pool_of, with_options
 from kvrsim.cli.output import print_answer, warn_notes, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.errors import InputError
@@ -27,18 +27,12 @@ if TYPE_CHECKING:
 
 
 class PlanOutputArgs(OutputArgs):
-    """How a plan is printed.
+    """How a plan is printed."""
 
-    Output
-    ------
-    explain : bool
-        Print all strategies, pieces, bounds, memory and notes.
-    """
-
-    explain: Any = entry(flag, False)
+    explain: Annotated[bool, Help("Print all strategies, pieces, bounds, memory and notes.")] = False
 
 
-@takes(ScenarioArgs, PlanArgs, UsersArgs, NoiseArgs, PoolArgs, DeployArgs, PageArgs, PlanOutputArgs)
+@with_options()
 def plan(
     args: ScenarioArgs,
     options: PlanArgs,
@@ -77,7 +71,7 @@ def plan(
 
         best = result.best
         deployment = deployment_of(
-            scenario, deploy.emit, best.strategy, best.partition, model=args.model, layers=best.layers
+            scenario, deploy.emit, best.strategy, best.partition, model=str(args.model), layers=best.layers
         )
 
     def content() -> dict[str, Any]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from kvrsim.arguments import REQUIRED, BudgetArgs, PredictorArgs, argument, count, option, text, tokens, tokens_or_none
+from kvrsim.arguments import Count, Help, PredictorArgs, Tokens, TokensOrZero
 from kvrsim.cli.help import CommandGroup
-from kvrsim.cli.options import JSON, BuildArgs, output, pool_of, takes
+from kvrsim.cli.options import OUTPUT, BuildArgs, Json, WritablePath, pool_of, with_options
 from kvrsim.cli.output import print_result, warn, warn_notes
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import facts, headline
@@ -19,14 +19,14 @@ _STRATEGY = "Strategy of the GPUs; best: the fastest one that fits and that some
 
 
 @app.command("build")
-@takes(PredictorArgs, BuildArgs, fixed={"cached_prefix": 0, "prefix_placement": "all"})
+@with_options(fixed={"cached_prefix": 0, "prefix_placement": "all"})
 def build(
     args: PredictorArgs,
-    workers: BudgetArgs,
+    workers: BuildArgs,
     *,
-    output: Any = output("FILE", "Write the predictor, as JSON."),
-    strategy: Any = option("best|NAME|FILE.py:NAME", _STRATEGY, "Question", text, "best"),
-    json: Any = JSON,
+    output: Annotated[WritablePath, Help("Write the predictor, as JSON.", metavar="FILE", spelling=OUTPUT)],
+    strategy: Annotated[str, Help(_STRATEGY, metavar="best|NAME|FILE.py:NAME", section="Question")] = "best",
+    json: Json = False,
 ) -> None:
     """Simulate a grid of new tokens, cached prefixes and batches.
 
@@ -65,18 +65,19 @@ def build(
 
 
 @app.command("lookup")
-@takes()
+@with_options()
 def lookup(
     *,
-    file: Any = argument("PREDICTOR", "A file that kvrsim predictor build has written."),
-    ctx: Any = option("LEN", "Context length in tokens: 16k is 16384.", "Question", tokens, REQUIRED),
-    cached_prefix: Any = option(
-        "LEN", "Leading tokens of the context whose K and V are already cached.", "Question", tokens_or_none, 0
-    ),
-    batch: Any = option(
-        "N", "Number of sequences prefilled together, each of --ctx tokens.", "Question", count(2**20), 1
-    ),
-    json: Any = JSON,
+    file: Annotated[str, Help("A file that kvrsim predictor build has written.", metavar="PREDICTOR", positional=True)],
+    ctx: Annotated[Tokens, Help("Context length in tokens: 16k is 16384.", metavar="LEN", section="Question")],
+    cached_prefix: Annotated[
+        TokensOrZero,
+        Help("Leading tokens of the context whose K and V are already cached.", metavar="LEN", section="Question"),
+    ] = 0,
+    batch: Annotated[
+        Count, Help("Number of sequences prefilled together, each of --ctx tokens.", metavar="N", section="Question")
+    ] = 1,
+    json: Json = False,
 ) -> None:
     """Print the TTFT of a prefill, with its interval.
 

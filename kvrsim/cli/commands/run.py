@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from kvrsim.arguments import REQUIRED, MeasuredArgs, chunk_lens, option, switch, text
-from kvrsim.cli.options import JSON, HardwareArgs, PageArgs, hardware_of, require_torch, takes
+from kvrsim.arguments import ChunkLens, Help, MeasuredArgs
+from kvrsim.cli.options import HardwareArgs, Json, PageArgs, hardware_of, require_torch, with_options
 from kvrsim.cli.output import print_result, warn_once, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Part, facts, header, headline, note_rows
@@ -28,16 +28,16 @@ _PARTITION = (
 FIXED = {"prefix_placement": "all", "expert_parallel": False, "expert_imbalance": None}
 
 
-@takes(MeasuredArgs, HardwareArgs, PageArgs, fixed=FIXED)
+@with_options(fixed=FIXED)
 def run(
     args: MeasuredArgs,
     hardware: HardwareArgs,
     files: PageArgs,
     *,
-    strategy: Any = option("NAME", _STRATEGY, "Question", text, REQUIRED),
-    partition: Any = option("LEN,LEN,...", _PARTITION, "Question", chunk_lens),
-    check: Any = switch("Compare logits with those of one process.", "Measurement"),
-    json: Any = JSON,
+    strategy: Annotated[str, Help(_STRATEGY, metavar="NAME", section="Question")],
+    partition: Annotated[ChunkLens | None, Help(_PARTITION, metavar="LEN,LEN,...", section="Question")] = None,
+    check: Annotated[bool, Help("Compare logits with those of one process.", section="Measurement")] = False,
+    json: Json = False,
 ) -> None:
     """Measure one strategy's prefill on this machine.
 

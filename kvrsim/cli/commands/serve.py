@@ -9,24 +9,27 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from typing import Any
+from typing import Annotated
 from urllib.parse import urlencode
 
 import click
 
-from kvrsim.arguments import argument, count, option, switch, text
-from kvrsim.cli.options import takes
+from kvrsim.arguments import Help
+from kvrsim.cli.options import with_options
 from kvrsim.errors import InputError
+from kvrsim.io.annotations import Range
 
 
-@takes()
+@with_options()
 def serve(
     *,
-    model: Any = argument("MODEL", "The model of the first question.", default=None),
-    cluster: Any = argument("CLUSTER", "The cluster of the first question.", default=None),
-    ctx: Any = option("LEN", "The context of the first question.", "Question", text),
-    port: Any = option("N", "Port on the loopback interface.", "Output", count(65535), 8484),
-    no_browser: Any = switch("Print the address and open no browser."),
+    model: Annotated[str | None, Help("The model of the first question.", metavar="MODEL", positional=True)] = None,
+    cluster: Annotated[
+        str | None, Help("The cluster of the first question.", metavar="CLUSTER", positional=True)
+    ] = None,
+    ctx: Annotated[str | None, Help("The context of the first question.", metavar="LEN", section="Question")] = None,
+    port: Annotated[int, Range(least=1, most=65535), Help("Port on the loopback interface.", metavar="N")] = 8484,
+    no_browser: Annotated[bool, Help("Print the address and open no browser.")] = False,
 ) -> None:
     """Answer questions in a browser, on this machine alone.
 

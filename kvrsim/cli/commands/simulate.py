@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvrsim.arguments import NoiseArgs, ScenarioArgs, SimulateArgs, UsersArgs
 from kvrsim.cli import text as lines
-from kvrsim.cli.options import OutputArgs, PageArgs, takes
+from kvrsim.cli.options import OutputArgs, PageArgs, with_options
 from kvrsim.cli.output import print_answer, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.errors import InputError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvrsim.results.timeline import Breakdown
 
 
-@takes(ScenarioArgs, SimulateArgs, UsersArgs, NoiseArgs, PageArgs, OutputArgs)
+@with_options()
 def simulate(
     args: ScenarioArgs, run: SimulateArgs, users: UsersArgs, noise: NoiseArgs, files: PageArgs, output: OutputArgs
 ) -> None:

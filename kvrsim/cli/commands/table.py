@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
-from kvrsim.arguments import REQUIRED, BudgetArgs, ScenariosArgs, argument, count, option, text, tokens
+from kvrsim.arguments import Count, Help, ScenariosArgs, Tokens
 from kvrsim.cli.help import CommandGroup
-from kvrsim.cli.options import JSON, BuildArgs, OutputArgs, output, pool_of, takes
+from kvrsim.cli.options import OUTPUT, BuildArgs, Json, OutputArgs, WritablePath, pool_of, with_options
 from kvrsim.cli.output import print_answer, print_result, warn, warn_notes
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Facts, Part, facts, headline, note_rows, round_up_percent
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from planner.table.table import PartitionTable, TableLookup
 
 app = CommandGroup()
-FILE = argument("TABLE", "A file that kvrsim table build has written.")
+TableFile = Annotated[str, Help("A file that kvrsim table build has written.", metavar="TABLE", positional=True)]
 _STRATEGY = "A strategy over single GPUs whose chunks are searched."
 
 
 @app.command("build")
-@takes(ScenariosArgs, BuildArgs)
+@with_options()
 def build(
     args: ScenariosArgs,
-    workers: BudgetArgs,
+    workers: BuildArgs,
     *,
-    output: Any = output("FILE", "Write the table, as JSON."),
-    strategy: Any = option("NAME|FILE.py:NAME", _STRATEGY, "Question", text, "kvr-s"),
-    json: Any = JSON,
+    output: Annotated[WritablePath, Help("Write the table, as JSON.", metavar="FILE", spelling=OUTPUT)],
+    strategy: Annotated[str, Help(_STRATEGY, metavar="NAME|FILE.py:NAME", section="Question")] = "kvr-s",
+    json: Json = False,
 ) -> None:
     """Search the best partition for each context and number of GPUs.
 
@@ -44,9 +44,10 @@ def build(
     with table_journal(output, scenario, strategy) as journal:
         if journal.results:
             warn(f"note: {journal.path}: {len(journal.results)} entries searched before")
-        options = {"strategy": strategy, "journal": journal}
         with pool_of(workers, every_core=True) as pool, Progress() as progress:
-            table = make_table(scenario, counts, lengths, pool=pool, on_progress=progress, **options)
+            table = make_table(
+                scenario, counts, lengths, strategy=strategy, pool=pool, journal=journal, on_progress=progress
+            )
         table.write(output)
         if missing := len({*lengths}) * len({*counts}) - len(table.entries):
             advice = f"{journal.path} keeps the searches, and the same command continues"
@@ -61,13 +62,13 @@ def build(
 
 
 @app.command("lookup")
-@takes()
+@with_options()
 def lookup(
     *,
-    file: Any = FILE,
-    gpus: Any = option("N", "Number of GPUs.", "Question", count(2**20), REQUIRED),
-    ctx: Any = option("LEN", "Context length in tokens: 16k is 16384.", "Question", tokens, REQUIRED),
-    json: Any = JSON,
+    file: TableFile,
+    gpus: Annotated[Count, Help("Number of GPUs.", metavar="N", section="Question")],
+    ctx: Annotated[Tokens, Help("Context length in tokens: 16k is 16384.", metavar="LEN", section="Question")],
+    json: Json = False,
 ) -> None:
     """Print the partition for a context.
 
@@ -85,8 +86,8 @@ def lookup(
 
 
 @app.command("show")
-@takes(OutputArgs)
-def show_(answer: OutputArgs, *, file: Any = FILE) -> None:
+@with_options()
+def show_(answer: OutputArgs, *, file: TableFile) -> None:
     """Print what a table was built for, and its entries.
 
     Example: kvrsim table show table.json

@@ -9,7 +9,7 @@ from typing import Any
 from click.exceptions import Exit
 
 from kvrsim.cli.help import CommandGroup
-from kvrsim.cli.options import OutputArgs, takes
+from kvrsim.cli.options import OutputArgs, with_options
 from kvrsim.cli.output import print_answer
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Part
@@ -27,7 +27,7 @@ class NotACheckoutError(KvrsimError):
 
 
 @app.command("published")
-@takes(OutputArgs)
+@with_options()
 def published(answer: OutputArgs) -> None:
     """Simulate every published case and print the errors.
 

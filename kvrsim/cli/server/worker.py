@@ -132,7 +132,7 @@ def _answer(question: Mapping[str, str], tell: Tell) -> None:
     engine = None if only is None else ForEngine(only, only=True)
     search = Search(on_progress=progress, on_candidate=candidate, engine=engine)
     scenario, plan = plan_of(args, plan_args, NoiseArgs(), UsersArgs(), timelines="all", search=search)
-    tell({"answer": answer_of(scenario, plan, model=args.model)})
+    tell({"answer": answer_of(scenario, plan, model=str(args.model))})
     tell(page_of(plan, command_of(question)))
 
 
