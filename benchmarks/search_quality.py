@@ -67,13 +67,13 @@ def exhaustive(scenario: Scenario, stride: int) -> float:
     cuts = range(stride, tokens, stride)
     rows = np.array(list(itertools.combinations(cuts, num_ranks - 1)), dtype=float)
     ends = np.pad(rows, ((0, 0), (1, 1)), constant_values=((0, 0), (0, tokens)))
-    return float(Evaluator(executed(scenario, KVR)).ttft_s(np.diff(ends, axis=1)).min())
+    return float(Evaluator(place(scenario, KVR)).ttft_s(np.diff(ends, axis=1)).min())
 
 
 def above_exhaustive(scenario: Scenario) -> float:
     """Relative excess of the TTFT of a search over the best at the same stride, a 40th of the new tokens."""
     stride = max(1, scenario.request.new_tokens // 40)
-    return search(executed(scenario, KVR), stride=stride).ttft_s / exhaustive(scenario, stride) - 1
+    return search(place(scenario, KVR), stride=stride).ttft_s / exhaustive(scenario, stride) - 1
 
 
 def against_exhaustive(pool: Pool, count: int = 200) -> list[str]:
@@ -99,14 +99,14 @@ def random_partitions(scenario: Scenario, number: int) -> _Random:
     """Compare the partition of a search with random ones, with perturbations of it, and with the proven bound."""
     rng = np.random.default_rng((2, number))
     tokens, num_ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
-    best = search(executed(scenario, KVR))
+    best = search(place(scenario, KVR))
     chunks = np.array(best.partition.chunk_lens, dtype=float)
     spread = rng.dirichlet(np.full(num_ranks, 3.0), size=400) * (tokens - num_ranks) + 1
     near = (chunks - 1) * np.exp(rng.normal(0, 0.03, size=(400, num_ranks)))
     near = 1 + near * ((tokens - num_ranks) / near.sum(axis=1, keepdims=True))
-    evaluator = Evaluator(executed(scenario, KVR))
+    evaluator = Evaluator(place(scenario, KVR))
     times_s = [best.ttft_s, *(float(evaluator.ttft_s(rows).min()) for rows in (spread, near))]
-    bound_s = lower_bound_s(executed(scenario, KVR), best.ttft_s)
+    bound_s = lower_bound_s(place(scenario, KVR), best.ttft_s)
     ratios = (best.ttft_s / other_s - 1 for other_s in (*times_s[1:], bound_s))
     return _Random(*ratios, min(times_s) < bound_s * (1 - 1e-12))
 
@@ -189,7 +189,7 @@ def descended(scenario: Scenario, chunks: tuple[int, ...], rng: np.random.Genera
     Each round tries 100 moves in both descents: some tokens of a rank go to another rank, or all chunks are scaled at
     random.
     """
-    evaluator, tokens, ranks = Evaluator(executed(scenario, KVR)), sum(chunks), len(chunks)
+    evaluator, tokens, ranks = Evaluator(place(scenario, KVR)), sum(chunks), len(chunks)
     seeds = np.concatenate([[chunks], _whole(rng.dirichlet(np.full(ranks, 0.5), size=100), tokens)])
     times_s = evaluator.ttft_s(seeds.astype(float))
     places = [0, 1 + int(times_s[1:].argmin())]
@@ -232,7 +232,7 @@ def descent_gain(topologies: tuple[str, ...], is_uneven: bool, number: int) -> f
     scenario = any_setting(rng, topologies)
     if is_uneven:
         scenario = _uneven(scenario, rng)
-    best = search(executed(scenario, KVR))
+    best = search(place(scenario, KVR))
     gain = best.ttft_s / descended(scenario, best.partition.chunk_lens, rng) - 1
     return _reported(number, gain, best)
 
@@ -340,7 +340,7 @@ def against_the_papers_grid() -> list[str]:
     lines = []
     for context_len in (8192, 12288, 16384):
         scenario, _ = make_scenario(ctx=context_len, gpus=8)
-        auto, grid = search(executed(scenario, KVR)), search(executed(scenario, KVR), method="grid")
+        auto, grid = search(place(scenario, KVR)), search(place(scenario, KVR), method="grid")
         lines.append(
             f"| the paper's full grid, 8 GPUs, {context_len} tokens, {grid.report.evaluations} evaluations"
             f" in {grid.report.seconds:.1f} s | {auto.ttft_s / grid.ttft_s - 1:+.2%} with {auto.report.evaluations} |"
