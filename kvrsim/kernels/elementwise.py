@@ -90,7 +90,9 @@ class ElementwiseRates:
     def bytes_per_s(self, op: ElementwiseOp | Literal["merge"]) -> float:
         """The rate of one operation."""
         if op == "merge":
-            return self.residual if self.merge_bytes_per_s is None else self.merge_bytes_per_s
+            if self.merge_bytes_per_s is not None:
+                return self.merge_bytes_per_s
+            return self.residual
         return float(getattr(self, op))
 
 
@@ -122,21 +124,21 @@ _EAGER = {
     "plain MLP": _Step(4, 1),
 }
 _FUSED = _EAGER | {"RMSNorm": _Step(4, 1), "rotary": _Step(4, 1), "reshape": _Step(0, 0), "gated MLP": _Step(6, 1)}
-_ROTARY_REPEATS = _Step(8, 12)
-_LLAMA_KERNELS = 7
-_FALCON_KERNELS = 6
-_FALCON_ALIBI_KERNELS = 8
+_ROTARY_REPEATS = _Step(8, 12)  # repetition of cos and sin for every head
+_LLAMA_KERNELS = 7  # kernels of eager attention from rotary embedding to PV in Llama's code
+_FALCON_KERNELS = 6  # the same kernels in Falcon's code
+_FALCON_ALIBI_KERNELS = 8  # the same kernels in Falcon's code with ALiBi
 # Bytes that eager attention moves per element of the score matrix in half precision, by Llama's code with its softmax
 # in fp32: QK^T w2, /sqrt(d) r2w2, +mask r2w2, max(finfo.min) r2w2, softmax in fp32 r2w4, back to half r4w2, times V r2.
 # This value holds for all models without a fitted value; ALiBi adds its biases, r2w2.
 _SCORE_BYTES = 28.0
-_ALIBI_BYTES = 4.0
+_ALIBI_BYTES = 4.0  # bytes per element of the score matrix to add ALiBi's biases
 _SEPARATE_MERGE = (38.0, 52.0, 9)  # bytes per element, bytes per log-sum-exp, number of kernels
-_FUSED_MERGE = (10.0, 12.0, 1)
-_BACK = 8.0
-_BACK_KERNELS = 2
-_CAST = 6.0
-UPCAST_KERNELS = 1
+_FUSED_MERGE = (10.0, 12.0, 1)  # the same of one fused kernel
+_BACK = 8.0  # bytes per element, and per log-sum-exp, to copy values of a part of the queries back
+_BACK_KERNELS = 2  # kernels that copy values back: one for the output, one for the log-sum-exp
+_CAST = 6.0  # bytes per element to convert between half precision and fp32
+UPCAST_KERNELS = 1  # kernels of such a conversion
 _MEASURED_MERGE = 6.0  # bytes per element, and per log-sum-exp, where elements have two bytes
 PYTORCH_SHARE = 0.777  # share of the datasheet's memory bandwidth, see above
 
@@ -149,8 +151,12 @@ def eager_score_bytes(model: ModelSpec) -> float:
 def eager_kernels(model: ModelSpec, mixer: Attention, *, repeats: bool) -> int:
     """Kernels of eager attention from rotary embedding to PV; `repeats` adds the repetition of K and of V."""
     shared = mixer.num_key_value_heads < mixer.num_attention_heads
-    falcon = _FALCON_ALIBI_KERNELS if model.alibi else _FALCON_KERNELS
-    return (falcon if model.model_type == "falcon" else _LLAMA_KERNELS) + 2 * (repeats and shared)
+    kernels = _LLAMA_KERNELS
+    if model.model_type == "falcon":
+        kernels = _FALCON_ALIBI_KERNELS if model.alibi else _FALCON_KERNELS
+    if repeats and shared:
+        kernels += 2
+    return kernels
 
 
 def before_mixer(
@@ -164,13 +170,19 @@ def before_mixer(
     if layer.mixer is not None:
         steps += [_norm(model, features, fused=fused) for features in _norm_widths(layer.mixer)]
         rotated = _rotary_widths(layer.mixer)
-        step = (_FUSED if fused else _EAGER)["rotary"]
+        step = _steps(fused)["rotary"]
         if rotated and model.rotary:
             steps.append(Traffic("rotary", step.nbytes * sum(rotated), step.kernels))
         if repeats_rotary:
-            repeated = [features for features in rotated if features > model.head_dim]
-            steps += [Traffic("rotary", _ROTARY_REPEATS.nbytes * each, _ROTARY_REPEATS.kernels) for each in repeated]
+            for features in rotated:
+                if features > model.head_dim:
+                    steps.append(Traffic("rotary", _ROTARY_REPEATS.nbytes * features, _ROTARY_REPEATS.kernels))
     return tuple(steps)
+
+
+def _steps(fused: bool) -> dict[str, _Step]:
+    """Bytes and kernels of the steps of a layer, in a serving engine or in eager code."""
+    return _FUSED if fused else _EAGER
 
 
 def after_mixer(
@@ -181,7 +193,7 @@ def after_mixer(
     intermediate: the MLP's width; routed experts count their own activations.
     reshapes: False where the rates of attention include the reshaping of the output.
     """
-    table = _FUSED if fused else _EAGER
+    table = _steps(fused)
     hidden = model.hidden_size
     mixer = layer.mixer
     blocks = layer.num_blocks
@@ -199,26 +211,30 @@ def after_mixer(
 
 def activation(intermediate: float, *, gated: bool, fused: bool) -> Traffic:
     """Traffic of one token's activation between the matrices of an MLP of width `intermediate`."""
-    step = (_FUSED if fused else _EAGER)["gated MLP" if gated else "plain MLP"]
+    step = _steps(fused)["gated MLP" if gated else "plain MLP"]
     return Traffic("activation", step.nbytes * intermediate, step.kernels)
 
 
 def _norm(model: ModelSpec, features: int, *, fused: bool) -> Traffic:
     """Traffic of one norm over `features` features; LayerNorm has weights and biases."""
-    kind = "LayerNorm" if model.final_norm_parameters == 2 * model.hidden_size else "RMSNorm"
-    step = (_FUSED if fused else _EAGER)[kind]
+    has_bias = model.final_norm_parameters == 2 * model.hidden_size
+    step = _steps(fused)["LayerNorm" if has_bias else "RMSNorm"]
     return Traffic("norm", step.nbytes * features, step.kernels)
 
 
 def _norm_widths(mixer: Mixer) -> tuple[int, ...]:
     """Number of features of each norm inside a mixer: of queries and keys, or of latents."""
     if isinstance(mixer, Attention):
-        heads = (mixer.num_attention_heads, mixer.num_key_value_heads) if mixer.qk_norm else ()
-        return tuple(count * mixer.head_dim for count in heads)
+        if not mixer.qk_norm:
+            return ()
+        return (mixer.num_attention_heads * mixer.head_dim, mixer.num_key_value_heads * mixer.head_dim)
     if isinstance(mixer, LatentAttention):
-        whole = [gemm.out_features for gemm in mixer.projections if gemm.split == "whole"]
-        of_queries = [width for width in whole if width != mixer.kv_lora_rank + mixer.qk_rope_head_dim]
-        return (*of_queries, mixer.kv_lora_rank)
+        key_width = mixer.kv_lora_rank + mixer.qk_rope_head_dim  # the latent with its rotated key
+        query_latents = []
+        for gemm in mixer.projections:
+            if gemm.split == "whole" and gemm.out_features != key_width:
+                query_latents.append(gemm.out_features)
+        return (*query_latents, mixer.kv_lora_rank)
     if isinstance(mixer, CompressedAttention):
         return (mixer.num_attention_heads * mixer.head_dim, mixer.head_dim)
     return (mixer.num_value_heads * mixer.value_head_dim,)

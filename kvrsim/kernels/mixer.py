@@ -82,7 +82,9 @@ class MixerCost(ABC):
     def needed_bytes(self, tokens: Array) -> Array:
         """Bytes of the cache of `tokens` tokens that later tokens need."""
         nbytes = np.asarray(self.mixer.needed_bytes(tokens, self._element_bytes))
-        return nbytes if self.setting.batch == 1 else self.setting.batch * nbytes
+        if self.setting.batch == 1:  # saves a product of arrays
+            return nbytes
+        return self.setting.batch * nbytes
 
     def append_s(self, chunk: Array, prefix: Array) -> Array:
         """Seconds of the copies that join the caches of prefix and chunk."""
@@ -99,12 +101,16 @@ class MixerCost(ABC):
         if copies.keep or more:
             tokens = chunk + self.visible(others)
             seconds = seconds + self._copy_s(tokens * (copies.keep + more * (others > 0)))
-        return seconds + self._copy_s(chunk * copies.own, kernels=1) if copies.own else seconds
+        if copies.own:
+            seconds = seconds + self._copy_s(chunk * copies.own, kernels=1)
+        return seconds
 
     def visible(self, tokens: Array) -> Array:
         """Number of tokens that a query sees, of the `tokens` tokens before it."""
         reach = self.mixer.reach
-        return tokens if reach is None else np.minimum(tokens, reach)
+        if reach is None:
+            return tokens
+        return np.minimum(tokens, reach)
 
     def _copy_s(self, tokens: Array, kernels: int = 0) -> Array:
         """Seconds to read and write each byte of the cache of `tokens` tokens."""

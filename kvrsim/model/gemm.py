@@ -28,7 +28,9 @@ class WeightFormat:
 
 
 def _groups(features: int, size: int | None) -> int:
-    return 1 if size is None else -(-features // size)
+    if size is None:
+        return 1
+    return -(-features // size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,9 +43,13 @@ class Quantization:
 
     def describe(self) -> str:
         """Describe the format, such as "awq, 4 bits"."""
-        bits = " and ".join(str(bits) for bits in sorted({one.bits for one in self.formats}))
-        cache = "" if self.kv_cache_bits is None else f", {self.kv_cache_bits} bits a KV-cache element"
-        return f"{self.method}, {bits} bits{cache}" if bits else f"{self.method}{cache}"
+        text = self.method
+        bits = sorted({weights.bits for weights in self.formats})
+        if bits:
+            text += f", {' and '.join(map(str, bits))} bits"
+        if self.kv_cache_bits is not None:
+            text += f", {self.kv_cache_bits} bits a KV-cache element"
+        return text
 
 
 FP8 = WeightFormat(compute="fp8", bits=8, scale_bits=32)
@@ -69,19 +75,26 @@ class Gemm:
 
     @property
     def num_parameters(self) -> int:
-        return self.num_weights + (self.out_features if self.bias else 0)
+        """Elements of the matrix and of the bias."""
+        if self.bias:
+            return self.num_weights + self.out_features
+        return self.num_weights
 
     @property
     def compute(self) -> str | None:
         """Type of the product, a key of GEMM_TYPES; None: the request's dtype."""
-        return None if self.weights is None else self.weights.compute
+        if self.weights is None:
+            return None
+        return self.weights.compute
 
     def weight_bytes(self, bytes_per_element: int) -> int:
         """Bytes of weights, scales and bias; `bytes_per_element` applies to elements that are not quantised."""
         if self.weights is None:
             return self.num_parameters * bytes_per_element
-        bias = self.out_features * bytes_per_element if self.bias else 0
-        return self.weights.nbytes(self.in_features // self.groups, self.out_features) + bias
+        nbytes = self.weights.nbytes(self.in_features // self.groups, self.out_features)
+        if self.bias:
+            nbytes += self.out_features * bytes_per_element
+        return nbytes
 
     def share(self, size: int) -> Gemm:
         """The part of a matrix on one of `size` GPUs, split by columns or rows, or not at all."""

@@ -37,7 +37,9 @@ class Chunk:
         """Return the bytes that a layer holds; `element_bytes` is the size of an element of K and V."""
         if isinstance(layout, StateLayout):
             return layout.nbytes(self.batch, element_bytes)
-        rows = self.end - layout.first_seen(self.start) if self.total_len is None else self.total_len
+        rows = self.total_len
+        if rows is None:
+            rows = self.end - layout.first_seen(self.start)
         return rows * self.batch * layout.elements * element_bytes
 
 
@@ -56,9 +58,9 @@ class KvBuffer:
         self.first_seen = layout.first_seen(chunk.start)
         self.first = self.first_seen if chunk.total_len is None else 0  # position of the token in the first row
         self.total_len = chunk.total_len or chunk.end
-        reach = self.total_len if layout.sliding_window is None else layout.sliding_window
-        # With a window shorter than the context, attention sees no tokens after the chunk.
-        self.visible_len = chunk.end if reach < self.total_len else chunk.visible_len or self.total_len
+        self.visible_len = chunk.visible_len or self.total_len
+        if layout.sliding_window is not None and layout.sliding_window < self.total_len:
+            self.visible_len = chunk.end  # the window ends at the query: attention sees no tokens after the chunk
         assert chunk.end <= self.visible_len <= self.total_len
         memory = memory_of(geometry, layout, chunk, memory)
         self.data = memory.view(geometry.dtype).view(-1, chunk.batch * layout.elements)
@@ -74,8 +76,9 @@ class KvBuffer:
     def write(self, keys: Any, values: Any) -> None:
         """Write the chunk's K and V, in the model's layout, after the prefix."""
         step = self.layout.model_heads_per_kv_head
-        for own, new in zip(self.views(self.rows(self.chunk.start, self.chunk.end)), (keys, values), strict=True):
-            own.copy_(new[:, ::step])
+        stored_keys, stored_values = self.views(self.rows(self.chunk.start, self.chunk.end))
+        stored_keys.copy_(keys[:, ::step])
+        stored_values.copy_(values[:, ::step])
 
     def keys_values(self) -> tuple[Any, Any]:
         """Return the K and V that attention sees, [B, H, S, D]: views, unless heads are repeated (Falcon 40B)."""
@@ -112,7 +115,9 @@ class StateBuffer:
 
     def incoming(self) -> Any:
         """Return the memory of the state before the chunk."""
-        return self.data if self.chunk.start else self.data[:0]
+        if self.chunk.start:
+            return self.data
+        return self.data[:0]
 
     def outgoing(self) -> Any:
         """Return the memory of the state after the chunk."""
@@ -127,8 +132,14 @@ def make_buffers(
 ) -> list[Buffer]:
     """Return the buffers of all layers; kv_buffer: class of the buffers of K and V."""
     kinds: dict[Any, Any] = {KvLayout: kv_buffer, StateLayout: StateBuffer}
-    each = zip(geometry.layouts, memory or [None] * geometry.num_hidden_layers, strict=True)
-    return [None if layout is None else kinds[type(layout)](geometry, layout, chunk, one) for layout, one in each]
+    memory = memory or [None] * geometry.num_hidden_layers
+    buffers: list[Buffer] = []
+    for layout, layer_memory in zip(geometry.layouts, memory, strict=True):
+        if layout is None:
+            buffers.append(None)
+        else:
+            buffers.append(kinds[type(layout)](geometry, layout, chunk, layer_memory))
+    return buffers
 
 
 def allocate(geometry: Geometry, chunk: Chunk) -> Memory:
@@ -169,8 +180,11 @@ class PrefixCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[self._layer(index, buffer) for index, buffer in enumerate(buffers)])
 
     def _layer(self, index: int, buffer: Buffer) -> Any:
-        kind: Any = _StateLayer if isinstance(buffer, StateBuffer) else _PrefixLayer
-        return DummyLayer() if buffer is None else kind(self.listener, index, buffer)
+        if buffer is None:
+            return DummyLayer()
+        if isinstance(buffer, StateBuffer):
+            return _StateLayer(self.listener, index, buffer)
+        return _PrefixLayer(self.listener, index, buffer)
 
     @property
     def visible_len(self) -> int:
