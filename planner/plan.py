@@ -371,11 +371,11 @@ class Ranking:
         ]
 
     def _table_notes(self, search: Search) -> list[str]:
-        lookups = [one.strategy for one in self.candidates if one.strategy.partition_rule == "table"]
+        lookups = [one.execution for one in self.candidates if one.strategy.partition_rule == "table"]
         table = search.options.table
         if table is None:
             return []
-        return [text for strategy in lookups for text in table.notes_for(self.scenario, strategy)]
+        return [text for execution in lookups for text in table.notes_for(execution)]
 
     def _even_chunks_note(self) -> list[str]:
         """A note if KVR-S's search gains too little to be certain, for example if the host is the bottleneck."""
