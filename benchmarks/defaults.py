@@ -8,6 +8,7 @@ compared. Each answer is kept in build/, so the command resumes where it was sto
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -123,7 +124,7 @@ def reference(question: Question) -> dict[str, Any]:
 
 def reference_in_time(question: Question) -> dict[str, Any]:
     """The reference, from a process of its own."""
-    command = [sys.executable, __file__, json.dumps(list(question))]
+    command = [sys.executable, __file__, "--reference", json.dumps(list(question))]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -171,6 +172,8 @@ def write(asked: list[Question], defaults: Answers, references: Answers) -> None
     seconds = [default["cpu_s"] for default in defaults.values()]
     quick = sum(one <= MOST_S for one in seconds)
     lines = [
+        f"The first {len(asked)} of {NUM_QUESTIONS} questions.",
+        "",
         f"The reference compares all strategies that could fit, the rare ones as well, with a search budget of"
         f" {BUDGET:g} s, and",
         f"at most {MOST_REFERENCE_S:g} s of CPU. `cut` says after how many strategies a reference ended; strategies"
@@ -184,16 +187,21 @@ def write(asked: list[Question], defaults: Answers, references: Answers) -> None
         "",
         *table([*HEADS], rows),
     ]
-    write_benchmark("defaults", lines)
+    command = f"python benchmarks/defaults.py --first {len(asked)}"
+    write_benchmark("defaults", lines, command if len(asked) < NUM_QUESTIONS else None)
 
 
 def main() -> None:
     """Answer the questions that are not answered yet, then write the page."""
-    if len(sys.argv) > 1:
-        print(json.dumps(limited_reference(Question(*json.loads(sys.argv[1])))))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--first", type=int, default=NUM_QUESTIONS, metavar="N", help="ask only the first N questions")
+    parser.add_argument("--reference", metavar="QUESTION", help=argparse.SUPPRESS)  # one reference, in this process
+    options = parser.parse_args()
+    if options.reference is not None:
+        print(json.dumps(limited_reference(Question(*json.loads(options.reference)))))
         return
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # modules of an installed package are compiled
-    asked = questions()
+    asked = questions()[: options.first]
     defaults = answered("default", asked, default_answer)
     references = answered("reference", asked, reference_in_time)
     write(asked, defaults, references)
