@@ -19,7 +19,7 @@ import numpy as np
 
 from kvrsim.arguments import FleetArgs
 from kvrsim.builder import make_scenario
-from kvrsim.execution import execute as executed
+from kvrsim.execution import place
 from kvrsim.executors.run import run_partition
 from kvrsim.interp import percentile_of
 from kvrsim.scenario import Scenario
@@ -155,10 +155,10 @@ def times_against_search(count: int = 40) -> list[str]:
 def best_s(machine: dict[str, str], gpus: int, new: int, cached: int) -> float:
     """TTFT of the best strategy, with a full search of KVR-S."""
     asked = scenario(machine, ctx=new + cached, cached_prefix=cached, gpus=gpus)
-    found = [search(executed(asked, STRATEGIES["kvr-s"])).ttft_s] if gpus > 1 else []
+    found = [search(place(asked, STRATEGIES["kvr-s"])).ttft_s] if gpus > 1 else []
     for name, count in (("single", 1), ("tsp", gpus)):
         placed, strategy = asked.on_gpus(count), STRATEGIES[name]
-        found.append(run_partition(executed(placed, strategy), partition_of(executed(placed, strategy), None)).ttft_s)
+        found.append(run_partition(place(placed, strategy), partition_of(place(placed, strategy), None)).ttft_s)
     return min(found)
 
 

@@ -43,7 +43,7 @@ def expanded_prefix(cluster: str) -> Iterator[str]:
     yield "|---|---:|---:|---:|---:|"
     for ctx in CONTEXTS:
         scenario, _ = kvrsim.make_scenario(**asked("deepseek-v3", ctx, cluster))  # type: ignore[arg-type]
-        costs = scenario.layer_costs()[-1]
+        costs = place(scenario, STRATEGIES["kvr-s"]).placed.layer_costs()[-1]
         mixing = costs.mixer
         assert isinstance(mixing, LatentCost)
         chunk = np.array([scenario.request.context_len / NUM_GPUS])

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
-from kvrsim.execution import execute as executed
+from kvrsim.execution import place
 from kvrsim.executors.run import run_partition
 from kvrsim.memory import fits, memory_of
 from kvrsim.scenario import Scenario
@@ -44,17 +44,17 @@ class Place:
     batch: int
 
 
-def simulated_s(scenario: Scenario, predictor: TtftPredictor, place: Place) -> tuple[float, str] | None:
+def simulated_s(scenario: Scenario, predictor: TtftPredictor, point: Place) -> tuple[float, str] | None:
     """TTFT and name of the predictor's fastest strategy that fits; None: no strategy fits."""
-    context_len = place.new_tokens + place.cached_prefix
-    request = replace(scenario.request, context_len=context_len, cached_prefix=place.cached_prefix, batch=place.batch)
+    context_len = point.new_tokens + point.cached_prefix
+    request = replace(scenario.request, context_len=context_len, cached_prefix=point.cached_prefix, batch=point.batch)
     asked, found = replace(scenario, request=request), []
     for times in predictor.strategies:
         strategy = get_strategy(times.strategy)
-        placed = place(asked, strategy).placed
-        cut = partition_of(executed(placed, strategy))
-        if fits(placed, memory_of(executed(placed, strategy), cut)):
-            found.append((run_partition(executed(placed, strategy), cut).ttft_s, strategy.name))
+        execution = place(asked, strategy)
+        partition = partition_of(execution)
+        if fits(execution.placed, memory_of(execution, partition)):
+            found.append((run_partition(execution, partition).ttft_s, strategy.name))
     return min(found, default=None)
 
 
@@ -78,11 +78,11 @@ def places(predictor: TtftPredictor, rng: np.random.Generator, *, on_knots: bool
 def errors(scenario: Scenario, predictor: TtftPredictor, asked: Sequence[Place]) -> tuple[list[float], int, int]:
     """Relative errors, number of prefills that fit by only one method, and number with different strategies."""
     found, disagree, other = [], 0, 0
-    for place in asked:
-        truth = simulated_s(scenario, predictor, place)
-        context_len = place.new_tokens + place.cached_prefix
+    for point in asked:
+        truth = simulated_s(scenario, predictor, point)
+        context_len = point.new_tokens + point.cached_prefix
         try:
-            told = predictor.predict(ctx=context_len, cached_prefix=place.cached_prefix, batch=place.batch)
+            told = predictor.predict(ctx=context_len, cached_prefix=point.cached_prefix, batch=point.batch)
         except InputError:
             disagree += truth is not None
             continue

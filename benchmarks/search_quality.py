@@ -18,6 +18,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.execution import execute as executed
 from kvrsim.execution import place
 from kvrsim.hardware import SlowGpu, SlowLink, UnevenCluster
+from kvrsim.placement import PlacedScenario
 from kvrsim.scenario import Request, Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.processes import Pool, cores
@@ -245,7 +246,7 @@ def pipeline_gain(number: int) -> float:
     return _reported(number, gain, best)
 
 
-def pipeline_setting(number: int) -> tuple[Scenario, np.random.Generator]:
+def pipeline_setting(number: int) -> tuple[PlacedScenario, np.random.Generator]:
     """A random scenario of a pipeline on uneven GPUs and links, and the generator that drew it."""
     rng = np.random.default_rng((4, number))
     scenario = any_setting(rng, _OTHERS)
@@ -256,7 +257,7 @@ def pipeline_setting(number: int) -> tuple[Scenario, np.random.Generator]:
 def _reported(number: int, gain: float, best: SearchResult) -> float:
     """The gain; a large one is printed to standard error with its setting."""
     if gain > _TELL:
-        scenario = best.scenario
+        scenario = best.execution.placed
         about = f"{scenario.model.name}, {len(scenario.model.layers)} layers, {scenario.cluster.describe()}"
         plan = f"{best.partition.chunk_lens} {best.strategy.stage_layers or ''}"
         print(f"{number}: {gain:.3%} on {about}, {scenario.request}: {plan}", file=sys.stderr, flush=True)
@@ -286,7 +287,7 @@ def pipelines_against_descent(pool: Pool, count: int) -> list[str]:
     ]
 
 
-def descended_pipeline(scenario: Scenario, found: SearchResult, rng: np.random.Generator, page: int) -> float:
+def descended_pipeline(scenario: PlacedScenario, found: SearchResult, rng: np.random.Generator, page: int) -> float:
     """The best TTFT of a random descent of 2,000 evaluations over pieces of whole pages and layers of the stages.
 
     Each round moves tokens between the pieces. Every second round also splits or joins pieces, or moves layers.

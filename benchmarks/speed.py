@@ -19,7 +19,6 @@ import numpy as np
 
 from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program
-from kvrsim.execution import execute as executed
 from kvrsim.execution import place
 from kvrsim.executors.event import EventSimulation
 from kvrsim.executors.run import BLOCK, ttft_s
@@ -124,7 +123,7 @@ def partitions_per_s(name: str, model: str, profile: str) -> list[float]:
     scenario = place(make_scenario(ctx=16384, gpus=8, model=model, profile=profile)[0], strategy).placed
     shares = np.random.default_rng(0).dirichlet(np.full(scenario.cluster.num_gpus, 50.0), size=2 * BLOCK)
     chunks: Array = np.asarray(shares * scenario.request.context_len)
-    return rates(lambda: ttft_s(executed(scenario, strategy), chunks), len(chunks), repeats=7)
+    return rates(lambda: ttft_s(place(scenario, strategy), chunks), len(chunks), repeats=7)
 
 
 def executors() -> list[str]:
@@ -135,7 +134,7 @@ def executors() -> list[str]:
         verdict = "met" if float(np.median(each)) >= 1e6 * least else "not met"
         lines.append(f"| batch: {title} (`{name}`, {model}, {profile}) | {spread(each)} | {least:g} M | {verdict} |")
     scenario, _ = make_scenario(ctx=16384, gpus=8)
-    program = build_program(executed(scenario, get_strategy("kvr-s")), [np.array([2048.0])] * 8)
+    program = build_program(place(scenario, get_strategy("kvr-s")), [np.array([2048.0])] * 8)
     each = rates(lambda: EventSimulation(program, scenario.cluster, record=False), 1, repeats=20)
     return [*lines, f"| event: a chain, one partition at a time | {spread(each)} | | |"]
 

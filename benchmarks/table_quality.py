@@ -21,7 +21,7 @@ import numpy as np
 
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
-from kvrsim.execution import execute as executed
+from kvrsim.execution import place
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.candidates import execution_of
@@ -61,7 +61,7 @@ def looked_up(scenario: Scenario, table: PartitionTable, way: str) -> tuple[int,
     num_gpus, context_len = scenario.cluster.num_gpus, scenario.request.context_len
     match way:
         case "refined":
-            return refined_lookup(table, executed(scenario, LOOKUP)).partition
+            return refined_lookup(table, place(scenario, LOOKUP)).partition
         case "table alone":
             return look_up(table, num_gpus, context_len).partition
     return plain(interpolated(table, num_gpus, context_len, 0).shares, context_len)
@@ -74,7 +74,7 @@ def above_searched(
     above = {}
     for context_len, best_s in searched_s.items():
         here = at(scenario, scenario.cluster.num_gpus, context_len)
-        ttft_s = Evaluator(executed(here, KVR)).one(looked_up(here, table, way))
+        ttft_s = Evaluator(place(here, KVR)).one(looked_up(here, table, way))
         above[context_len] = ttft_s / best_s - 1
     return above
 
@@ -86,7 +86,7 @@ def between_entries(name: str, options: dict[str, str | float], lengths: range, 
     lines = []
     for num_gpus in GPU_COUNTS:
         inside = [length for index, length in enumerate(lengths) if index % apart]
-        searched_s = {length: search(executed(at(scenario, num_gpus, length), KVR)).ttft_s for length in inside}
+        searched_s = {length: search(place(at(scenario, num_gpus, length), KVR)).ttft_s for length in inside}
         cells = []
         for way in WAYS:
             above = above_searched(scenario.on_gpus(num_gpus), table, searched_s, way)
@@ -152,8 +152,8 @@ def random_lookups(seed: int, num_tables: int, num_known: int) -> Iterator[Rando
         table = make_table(scenario, (num_gpus,), lengths)
         for context_len in contexts[num_known_here:]:
             here = execution_of(at(scenario, num_gpus, context_len), KVR).placed
-            best_s = search(executed(here, KVR)).ttft_s
-            ttft_s = {way: Evaluator(executed(here, KVR)).one(looked_up(here, table, way)) for way in WAYS[:2]}
+            best_s = search(place(here, KVR)).ttft_s
+            ttft_s = {way: Evaluator(place(here, KVR)).one(looked_up(here, table, way)) for way in WAYS[:2]}
             yield RandomLookup(
                 setting=f"{model}, {num_gpus} GPUs of {cluster}, {engine or 'the default engine'}",
                 num_entries=num_entries,
@@ -200,7 +200,7 @@ def printed_partition() -> list[str]:
     found = look_up(table, 4, shown["context_len"])
     here = np.array(interpolated(table, 4, found.context_len, 0).shares)
     away = here - np.array(shown["shares"])
-    ttft = Evaluator(executed(at(scenario, 4, found.context_len), KVR)).ttft_s
+    ttft = Evaluator(place(at(scenario, 4, found.context_len), KVR)).ttft_s
     rows = np.array([found.partition, plain(shown["shares"], found.context_len)], dtype=float)
     ours_s, printed_s = ttft(rows)
     return [
@@ -219,7 +219,7 @@ def beyond_entries() -> list[str]:
     for context_len in (2048, 3072, 24576, 32768, 65536):
         cells = []
         for num_gpus in GPU_COUNTS:
-            best_s = {context_len: search(executed(at(scenario, num_gpus, context_len), KVR)).ttft_s}
+            best_s = {context_len: search(place(at(scenario, num_gpus, context_len), KVR)).ttft_s}
             for way in WAYS[:2]:
                 above = above_searched(scenario.on_gpus(num_gpus), table, best_s, way)
                 cells.append(f"{above[context_len]:+.2%}")

@@ -5,11 +5,10 @@ A partition says how the request's context is split over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
 from itertools import accumulate
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from kvrsim.choices import DTYPE_BYTES, DTYPES
 from kvrsim.engine import NO_ENGINE, NO_HOST, Engine, HostRates
@@ -118,7 +117,6 @@ class Partition:
 
 
 ROOFLINE = "roofline"
-_Value = TypeVar("_Value")
 KERNELS = ATTENTION_KERNELS
 LONGEST_CHECKED = 2**19  # tokens of the longest prefills of dense models with flash attention that were compared
 _LEAST_CHECKED = 2**14  # tokens: tables of kernels that end before say less about long contexts
@@ -185,17 +183,6 @@ class Scenario(Source):
     def __getstate__(self) -> dict[str, Any]:
         """Pickle only the fields, without the values computed from them."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @cached_property
-    def _memo(self) -> dict[Hashable, Any]:
-        return {}
-
-    def memoize(self, key: Hashable, compute: Callable[[], _Value]) -> _Value:
-        """A value that another module computes from this scenario, once per key."""
-        if key not in self._memo:
-            self._memo[key] = compute()
-        value: _Value = self._memo[key]
-        return value
 
     @property
     def profile_name(self) -> str:
