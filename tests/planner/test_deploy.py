@@ -14,6 +14,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
+from kvrsim.execution import place
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.candidates import ForEngine, partition_of, strategies_to_compare
 from planner.capacity.deployment import fleet_deployment
@@ -34,8 +35,6 @@ CONTEXT = ("cp8+ep8", "cp8", "tp2+cp4+ep8", "cp8-i")
 
 def launched(engine: str, strategy: str, **question: Any) -> Deployment:
     scenario, _ = make_scenario(**{"ctx": "16k", "gpus": 8} | question)
-    from kvrsim.compile import place
-
     chosen = get_strategy(strategy)
     cut = partition_of(place(scenario, chosen))
     return deployment_of(scenario, engine, strategy, cut.chunk_lens, model="org/model")

@@ -16,10 +16,10 @@ from calibrate.prefills.rows import PrefillRow
 from kvrsim.builder import make_scenario
 from kvrsim.engine import Engine, HostRates, load_engine
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import CalibrationProfile, load_profile
-from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import Strategy
+from kvrsim.scenario import Partition
 from planner.candidates import partition_of
 from planner.uncertainty.intervals import Interval, interval
 
@@ -54,11 +54,11 @@ def measured(engine: Engine, lengths: tuple[int, ...] = LENGTHS, noise: float = 
     return cases_of([replace(row(length), ttft_s=one) for length, one in zip(lengths, seconds, strict=True)])
 
 
-def wide(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_s: float) -> Interval:
+def wide(execution: Execution, partition: Partition, ttft_s: float) -> Interval:
     return Interval(low_s=ttft_s / 10, high_s=ttft_s * 10, by_source={})
 
 
-def narrow(scenario: Scenario, strategy: Strategy, partition: Partition, ttft_s: float) -> Interval:
+def narrow(execution: Execution, partition: Partition, ttft_s: float) -> Interval:
     return Interval(low_s=ttft_s, high_s=ttft_s, by_source={})
 
 

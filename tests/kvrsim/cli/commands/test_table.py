@@ -13,12 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvrsim.cli import main as cli
-from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy
+from kvrsim.execution import Execution
 from planner import processes
 from planner.table import build
 from planner.table.build import Draft, draft_of
-from tests.building import executed
 from tests.building.commands import answer, refusal, run
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -125,10 +123,10 @@ def test_a_time_budget_writes_complete_entries_and_resumes(
     run(capsys, *BUILD, "-o", "whole.json")
     now = time.time()
 
-    def slow(scenario: Scenario, strategy: Strategy) -> Draft:
+    def slow(execution: Execution) -> Draft:
         nonlocal now
         now += 50
-        return draft_of(executed(scenario, strategy))
+        return draft_of(execution)
 
     words = [*BUILD, "-o", "table.json", "--time-budget", "100s"]
     with monkeypatch.context() as patch:
@@ -146,10 +144,10 @@ def test_interrupted_work_resumes(capsys: pytest.CaptureFixture[str], monkeypatc
     assert cli.main([*BUILD, "-o", "whole.json"]) == 0
     drafts = []
 
-    def interrupted(scenario: Scenario, strategy: Strategy) -> Draft:
+    def interrupted(execution: Execution) -> Draft:
         if len(drafts) == 2:
             raise KeyboardInterrupt
-        drafts.append(draft_of(executed(scenario, strategy)))
+        drafts.append(draft_of(execution))
         return drafts[-1]
 
     words = [*BUILD, "-o", "table.json"]
