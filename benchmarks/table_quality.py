@@ -126,7 +126,7 @@ class RandomLookup:
     alone: float  # the same for the lookup from the table alone
 
 
-def random_lookups(seed: int, num_tables: int, num_known: int) -> Iterator[RandomLookup]:
+def random_lookups(seed: int, num_tables: int, num_known: int = 0) -> Iterator[RandomLookup]:
     """Yield LOOKUPS_PER_TABLE lookups in each of the random tables, without the first `num_known` lookups."""
     rng = random.Random(seed)
     tables = 0
