@@ -23,7 +23,7 @@ class KvrsimError(Exception):
 
 
 class _Absent:
-    """The value of a parameter that is not given."""
+    """Stands for the value of a parameter that the user did not give."""
 
     def __str__(self) -> str:
         return "nothing"

@@ -71,7 +71,7 @@ def execute(placed: PlacedScenario, strategy: Strategy) -> Execution:
 
 @once
 def _executions(scenario: Scenario) -> dict[Strategy, Execution]:
-    """The executions of a scenario that were made."""
+    """The executions of a scenario so far, by strategy."""
     return {}
 
 

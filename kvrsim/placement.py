@@ -245,7 +245,7 @@ def on_one_gpu(scenario: Scenario) -> PlacedScenario:
 
 @once
 def _placements(scenario: Scenario) -> dict[Layout, PlacedScenario]:
-    """The placements of a scenario that were made, by sizes."""
+    """The placements of a scenario so far, by the sizes of their layouts."""
     return {}
 
 

@@ -34,7 +34,7 @@ class PromptQueue:
     The next prompt starts as soon as the first rank is free, so a pipeline works on several prompts.
     """
 
-    arrivals: tuple[Workload, ...]  # independent draws, as of a capacity plan; one prompt per second on average
+    arrivals: tuple[Workload, ...]  # independent draws of arrivals, one prompt per second on average
     services: tuple[Service, ...]  # service times of each draw
     prompts_together: int  # prompts that arrive and are prefilled together
 

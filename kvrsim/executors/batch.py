@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # importing noise would slow the start of every plan
 Edge = tuple[int, int]
 _MANY = 8  # number of consecutive operations from which segment_of uses arrays
 _LARGE = 2**14  # partitions x ranks of a large batch, whose last partitions to become steady run again on their own
-_RING_CELLS = 2**22  # partitions x ranks x rounds of a ring that are evaluated together: arrays of 32 MiB
+_RING_CELLS = 2**22  # largest number of partitions x ranks x rounds evaluated together; an array has 32 MiB
 _FEW = 16  # a large batch leaves at most 1/16 of its partitions to this second run
 
 

@@ -80,7 +80,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def part(self) -> Part:
-        """The part of a cost that the call belongs to."""
+        """The kind of operation under which the call's seconds are counted."""
         if self.latent:
             return _LATENT
         return ATTENTION

@@ -122,7 +122,7 @@ def load_model(
 
 
 def _thaw(content: JsonObject, name: str) -> ModelSpec:
-    """The model of a file that `add_model` wrote. Raises InputError if it has been changed to something else."""
+    """Read a model from a file that `add_model` wrote. Raises InputError if the file holds another structure now."""
     try:
         model: ModelSpec = thaw(content.fields["model"], {})
         layers = tuple(model.layers[kind] for kind in content.fields["index"])

@@ -34,7 +34,7 @@ LONG = 60_000  # number of requests above which designs are searched on a part o
 _STRETCH = 40_000  # number of requests in the part of the workload
 _ALTERNATIVES = 8  # most other fleets in the answer
 GROWTH = (1.5, 2.0, 3.0)  # multiples of the requests for which the question is asked again
-_MOST_IN_GROWTH = 600_000  # requests of all workloads together; a search with so many takes about a minute
+_MOST_IN_GROWTH = 600_000  # largest number of requests for which growth is searched: about a minute
 
 
 def plan_capacity(

@@ -294,7 +294,7 @@ class FleetSimulator:
         return decoders
 
     def least_tpot_s(self, runs: Sequence[FleetRun]) -> float | None:
-        """The shortest step of a group that decodes the requests of a fleet; None if none is requested or fits."""
+        """The shortest decode step of any group; None if no decode fleet is requested or no group fits."""
         if self.decoding is None:
             return None
         return self.decoding.least_tpot_s(_sequences(runs))

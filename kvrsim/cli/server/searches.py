@@ -89,7 +89,7 @@ class RunningSearch:
     """A question, and what is known of its answer."""
 
     question: dict[str, str]
-    lines: list[dict[str, Any]] = field(default_factory=list)  # what a page is told
+    lines: list[dict[str, Any]] = field(default_factory=list)  # lines of the answer that are sent to the page
     page: str | None = None  # the answer's own page; None: not yet, or it cannot be drawn
     listeners: int = 0  # requests that wait
     is_over: bool = False
