@@ -204,7 +204,7 @@ def _fields_of(kind: Mapping[str, Any], config: JsonObject) -> tuple[dict[str, A
 def _not_covered(
     kind: Mapping[str, Any], variant: Mapping[str, Any], fields: Mapping[str, Any], shapes: set[str]
 ) -> set[str]:
-    """The keys of a file that a variant does not cover.
+    """Return the keys of a config.json that a variant neither reads nor knows to be harmless.
 
     A list or an object must be one that the variant expects, or must define the kinds of layers.
     """
