@@ -19,7 +19,8 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TextIO
@@ -80,9 +81,11 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
 
 
-def limit_work() -> None:
-    """Let WorkLimitError be raised after MOST_CPU_S processor seconds from now, where the system has such a limit."""
+@contextmanager
+def limited_work() -> Iterator[None]:
+    """Raise WorkLimitError after MOST_CPU_S processor seconds within the block, where the system has such a limit."""
     if sys.platform == "win32":
+        yield
         return
     import resource
     import signal
@@ -90,9 +93,15 @@ def limit_work() -> None:
     def end(_signal: int, _frame: object) -> None:
         raise WorkLimitError
 
-    signal.signal(signal.SIGXCPU, end)
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    handler = signal.signal(signal.SIGXCPU, end)
+    limits = resource.getrlimit(resource.RLIMIT_CPU)
+    _, most = limits
     resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + MOST_CPU_S, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_CPU, limits)
+        signal.signal(signal.SIGXCPU, handler)
 
 
 def answer(question: Mapping[str, str], tell: Tell) -> None:
@@ -100,9 +109,9 @@ def answer(question: Mapping[str, str], tell: Tell) -> None:
     from kvrsim.errors import KvrsimError
 
     can_go_on = True
-    limit_work()
     try:
-        _answer(question, tell)
+        with limited_work():
+            _answer(question, tell)
     except KvrsimError as error:
         tell({"error": reason(error), "field": getattr(error, "parameter", "")})
     except Exception as error:  # the page shows the reason; the server continues

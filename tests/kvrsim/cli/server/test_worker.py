@@ -101,15 +101,27 @@ try:
     bytearray(worker.MOST_BYTES)
 except MemoryError:
     print("memory")
-worker.limit_work()
 try:
-    while True:
-        pass
+    with worker.limited_work():
+        while True:
+            pass
 except worker.WorkLimitError:
     print("work")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["memory", "work"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such limit")
+def test_an_answer_leaves_the_limits_of_its_process() -> None:
+    import resource
+    import signal
+
+    limits = resource.getrlimit(resource.RLIMIT_CPU)
+    handler = signal.getsignal(signal.SIGXCPU)
+    told(SHORT)
+    assert resource.getrlimit(resource.RLIMIT_CPU) == limits
+    assert signal.getsignal(signal.SIGXCPU) == handler
 
 
 def test_a_process_answers_several_questions_and_ends_with_its_input() -> None:
