@@ -160,6 +160,13 @@ def format_bytes(size: float) -> str:
     return _format(size, ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")))
 
 
+def format_count(number: int, noun: str) -> str:
+    """A number with its noun, in the plural with "s" where it is not 1."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}s"
+
+
 def format_bandwidth(bytes_per_s: float) -> str:
     """Three significant digits in TB/s, GB/s, MB/s, KB/s or B/s (powers of ten, as datasheets print)."""
     return _format(bytes_per_s, ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "KB/s"), (1, "B/s")))

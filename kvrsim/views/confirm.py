@@ -28,36 +28,43 @@ _GAP_INCHES = 0.8  # distance between two timelines
 
 def figure(confirmation: Confirmation) -> Figure:
     """Draw the predicted timeline of the plan's choice above the measured one."""
-    one = confirmation.choice
-    pair = list(islice(_timelines(confirmation), 2))
+    choice = confirmation.choice
+    predicted, measured = islice(_timelines(confirmation), 2)
+    chunks = ", ".join(map(str, choice.partition))
     head = Head(
-        title=f"{one.strategy}: {', '.join(map(str, one.partition))} tokens, predicted {one.rel_error:+.1%}",
+        title=f"{choice.strategy}: {chunks} tokens, predicted {choice.rel_error:+.1%}",
         subtitle=html.question_line(confirmation),
         width=WIDTH,
-        entries=gantt.legend_entries([span for each in pair for span in each.timeline.spans]),
+        entries=gantt.legend_entries([*predicted.timeline.spans, *measured.timeline.spans]),
     )
-    lanes = min(10.0, max(0.9, one.predicted.num_ranks * _LANE_INCHES))
+    lanes = min(10.0, max(0.9, choice.predicted.num_ranks * _LANE_INCHES))
     with chart_style():
         figure, lower = figure_with_head(head, 2 * lanes + _GAP_INCHES, left=0.07)
         left, bottom, width, height = lower.get_position().bounds
         share = height * lanes / (2 * lanes + _GAP_INCHES)
         lower.set_position((left, bottom, width, share))
         upper = figure.add_axes((left, bottom + height - share, width, share))
-        end_s = max(each.timeline.end_s for each in pair)
-        for axes, each in zip((upper, lower), pair, strict=True):
-            gantt.draw_timeline(axes, each.timeline, end_s, title=each.title)
+        end_s = max(predicted.timeline.end_s, measured.timeline.end_s)
+        gantt.draw_timeline(upper, predicted.timeline, end_s, title=predicted.title)
+        gantt.draw_timeline(lower, measured.timeline, end_s, title=measured.title)
     return figure
 
 
 def write_traces(confirmation: Confirmation, path: str | Path) -> None:
     """Write trace events atomically: one timeline after another, the plan's choice first."""
-    traces = [(one.title, one.timeline.spans, one.timeline.rank_names) for one in _timelines(confirmation)]
+    traces = []
+    for labelled in _timelines(confirmation):
+        timeline = labelled.timeline
+        traces.append((labelled.title, timeline.spans, timeline.rank_names))
     write_trace(traces, path, confirmation.question)
 
 
 def page(confirmation: Confirmation) -> Page:
     """Return the interactive page, with the plan's choice first."""
-    memory = {one.strategy: one.prediction.memory for one in confirmation.candidates if one.prediction.memory}
+    memory = {}
+    for candidate in confirmation.candidates:
+        if candidate.prediction.memory:
+            memory[candidate.strategy] = candidate.prediction.memory
     question = confirmation.question
     limit = confirmation.memory_limit
     error = f"Median error of the predictions: {confirmation.median_error:.1%}."
@@ -74,7 +81,7 @@ def page(confirmation: Confirmation) -> Page:
         notes=[f"Machine: {html.in_words(confirmation.conditions)}", *confirmation.reasons, *confirmation.warnings],
         data=timelines_data(list(_timelines(confirmation))) | {"memory": memory_data(memory, limit)},
         scripts=SCRIPTS,
-        strategies=[_family(one) for one in confirmation.candidates],
+        strategies=[_family(candidate) for candidate in confirmation.candidates],
     )
 
 
@@ -106,28 +113,31 @@ def answer(confirmation: Confirmation) -> str:
 def _timelines(confirmation: Confirmation) -> Iterator[LabelledTimeline]:
     """Yield the predicted and the measured timeline of each candidate, the plan's choice first."""
     origin = "measured" if confirmation.mode == "ranks" else "composed of measured parts"
-    for one in sorted(confirmation.candidates, key=lambda one: one is not confirmation.choice):
-        name = f"{one.strategy} {format_partition(one.partition, room=100)}"
-        timeline = one.timing.timeline
+    others = [candidate for candidate in confirmation.candidates if candidate is not confirmation.choice]
+    for candidate in (confirmation.choice, *others):
+        strategy = candidate.strategy
+        name = f"{strategy} {format_partition(candidate.partition, room=100)}"
+        timeline = candidate.timing.timeline
         assert timeline is not None
         yield LabelledTimeline(
-            name=f"{one.strategy}, predicted",
-            title=f"{name}, predicted: TTFT {format_seconds(one.predicted_s)}",
-            timeline=replace(one.predicted, shares={}),  # the page sums both paths by the same kinds
-            memory=one.strategy,
+            name=f"{strategy}, predicted",
+            title=f"{name}, predicted: TTFT {format_seconds(candidate.predicted_s)}",
+            timeline=replace(candidate.predicted, shares={}),  # the page sums both paths by the same kinds
+            memory=strategy,
         )
+        number = len(candidate.timing.ttft_s)
         yield LabelledTimeline(
-            name=f"{one.strategy}, measured",
-            title=f"{name}, {origin}: median of {len(one.timing.ttft_s)} TTFTs {format_seconds(one.median_s)}",
+            name=f"{strategy}, measured",
+            title=f"{name}, {origin}: median of {number} TTFTs {format_seconds(candidate.median_s)}",
             timeline=timeline,
-            memory=one.strategy,
+            memory=strategy,
             basis=origin,
         )
 
 
-def _family(one: MeasuredCandidate) -> str:
+def _family(candidate: MeasuredCandidate) -> str:
     """Return the strategy that determines the colour of a candidate: kvr-s for "kvr-s #2"."""
-    return one.strategy.partition(" #")[0]
+    return candidate.strategy.partition(" #")[0]
 
 
 def candidates_table(confirmation: Confirmation) -> Table:
@@ -142,31 +152,40 @@ def candidates_table(confirmation: Confirmation) -> Table:
         Column(title="error\n", number=True, hint="predicted over measured, less 1"),
     ]
     rows = Table(columns=columns)
-    for one in sorted(confirmation.candidates, key=lambda one: one.predicted_s):
-        low_s = one.prediction.ttft_low_s
-        high_s = one.prediction.ttft_high_s
+    for candidate in _by_prediction(confirmation):
+        low_s = candidate.prediction.ttft_low_s
+        high_s = candidate.prediction.ttft_high_s
         rows.add_row(
-            one.strategy,
-            format_partition(one.partition),
-            seconds_cell(one.predicted_s),
+            candidate.strategy,
+            format_partition(candidate.partition),
+            seconds_cell(candidate.predicted_s),
             Cell(shown=format_interval(low_s, high_s), value=high_s),
-            seconds_cell(one.median_s),
-            seconds_cell(one.timing.iqr_s),
-            Cell(shown=f"{one.rel_error:+.1%}", value=one.rel_error),
-            style="bold" if one is confirmation.choice else None,
+            seconds_cell(candidate.median_s),
+            seconds_cell(candidate.timing.iqr_s),
+            Cell(shown=f"{candidate.rel_error:+.1%}", value=candidate.rel_error),
+            style="bold" if candidate is confirmation.choice else None,
         )
     return rows
+
+
+def _by_prediction(confirmation: Confirmation) -> list[MeasuredCandidate]:
+    """Return the candidates in order of predicted TTFT."""
+    return sorted(confirmation.candidates, key=lambda candidate: candidate.predicted_s)
 
 
 def _candidates(confirmation: Confirmation) -> Html:
     """Return the table as HTML, with coloured names and bars for the intervals."""
     table = candidates_table(confirmation)
-    ordered = sorted(confirmation.candidates, key=lambda one: one.predicted_s)
-    ends = [(one.prediction.ttft_low_s, one.prediction.ttft_high_s, one.median_s) for one in ordered]
-    span = html.span_of([(min(three), max(three)) for three in ends])
-    artists = []
-    for one, (_, chunks, predicted, _, *rest) in zip(ordered, table.rows, strict=True):
-        name = Cell(shown=html.strategy_name(one.strategy, colour_of=_family(one)), value=one.strategy)
-        bars = html.interval_cell(one.prediction, _family(one), span, measured=one.median_s)
-        artists.append((name, chunks, predicted, bars, *rest))
-    return html.table(table.columns, artists, caption="Candidates, predicted and measured", ident="candidates")
+    ordered = _by_prediction(confirmation)
+    ends = []
+    for candidate in ordered:
+        seconds = (candidate.prediction.ttft_low_s, candidate.prediction.ttft_high_s, candidate.median_s)
+        ends.append((min(seconds), max(seconds)))
+    span = html.span_of(ends)
+    rows = []
+    for candidate, (_, chunks, predicted, _, *rest) in zip(ordered, table.rows, strict=True):
+        family = _family(candidate)
+        name = Cell(shown=html.strategy_name(candidate.strategy, colour_of=family), value=candidate.strategy)
+        bars = html.interval_cell(candidate.prediction, family, span, measured=candidate.median_s)
+        rows.append((name, chunks, predicted, bars, *rest))
+    return html.table(table.columns, rows, caption="Candidates, predicted and measured", ident="candidates")

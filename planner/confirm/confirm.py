@@ -18,9 +18,9 @@ from kvrsim.runtime.host import busy_note, started_by_torchrun
 from kvrsim.runtime.plan import RUN_STRATEGIES, Job, Parts, Report, Timing
 from kvrsim.runtime.ranks import launch
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import KVR_S, STRATEGIES, get_strategy, usual_names
+from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy, usual_names
 from kvrsim.strategies.pipeline import layers_of
-from kvrsim.units import format_bytes, format_seconds
+from kvrsim.units import format_bytes, format_count, format_seconds
 from planner.candidates import Candidate, Search, all_for, execution_of, strategies_to_compare
 from planner.confirm.hardware import NO_REFERENCE, Hardware, MemoryBudget, Mode, Reporter
 from planner.confirm.result import Confirmation, MeasuredCandidate, Targets
@@ -28,6 +28,8 @@ from planner.plan import Ranking
 from planner.search.minimise import Evaluator, around, chunks_between
 
 _LEAST_DISTANCE = 1 / 16  # share of the even chunk; a measurement cannot distinguish partitions that differ by less
+_MORE_PREFILLS = 3  # prefills of a plan beside the measured ones for which time is allowed: with hooks, for the logits
+_REFERENCE_PREFILLS = 2  # prefills for which time is allowed once: the reference of the logits takes longer
 
 
 def confirm(
@@ -52,22 +54,22 @@ def confirm(
     mode, mode_notes = _mode(scenario, hardware, virtual)
     names, name_notes = strategies_here(scenario, strategies, mode, hardware)
     ranking = Ranking.of(scenario, strategies_to_compare(scenario, names), Search(), disturbance=None)
-    candidates = {one.strategy.name: one for one in ranking.candidates}
+    candidates = {candidate.strategy.name: candidate for candidate in ranking.candidates}
     if KVR_S.name in candidates:
         candidates |= further_candidates(candidates[KVR_S.name], ranking.candidates, top - 1)
     notes = (*warnings, *mode_notes, *name_notes)
     timings, conditions, notes = measured_here(candidates, hardware, mode, notes=notes, reporter=reporter)
-    measured = [
-        MeasuredCandidate(
-            prediction=_prediction(name, candidates[name]), timing=timing, predicted=candidates[name].timeline
-        )
-        for name, timing in timings.items()
-    ]
+    measured = []
+    for name, timing in timings.items():
+        candidate = candidates[name]
+        prediction = _prediction(name, candidate)
+        measured.append(MeasuredCandidate(prediction=prediction, timing=timing, predicted=candidate.timeline))
+    chosen = min(range(len(measured)), key=lambda index: measured[index].predicted_s)
     return Confirmation(
         question=Question.of(scenario, seed=hardware.seed, top=top, virtual=mode == "virtual"),
         mode=mode,
         candidates=tuple(measured),
-        chosen=min(range(len(measured)), key=lambda index: measured[index].predicted_s),
+        chosen=chosen,
         conditions=conditions,
         targets=targets or Targets(),
         warnings=notes,
@@ -78,12 +80,14 @@ def _mode(scenario: Scenario, hardware: Hardware, virtual: bool | None) -> tuple
     """Choose separate processes or virtual ranks; also return notes on the choice."""
     num_gpus = scenario.cluster.num_gpus
     devices = hardware.devices
-    if virtual is None and num_gpus > devices and not started_by_torchrun():
-        what = f"{devices} {'GPU' if hardware.device == 'cuda' else 'core'}{'s' * (devices != 1)}"
-        return "virtual", (f"{num_gpus} ranks on {what}: virtual ranks, one after another; messages are modelled",)
     if virtual:
         return "virtual", ()
-    return "ranks", (f"{num_gpus} ranks on {devices} devices: they slow each other down",) * (num_gpus > devices)
+    if num_gpus <= devices:
+        return "ranks", ()
+    if virtual is None and not started_by_torchrun():
+        what = format_count(devices, "GPU" if hardware.device == "cuda" else "core")
+        return "virtual", (f"{num_gpus} ranks on {what}: virtual ranks, one after another; messages are modelled",)
+    return "ranks", (f"{num_gpus} ranks on {devices} devices: they slow each other down",)
 
 
 def _prediction(name: str, candidate: Candidate) -> StrategyPrediction:
@@ -109,45 +113,52 @@ def strategies_here(
     """
     if scenario.cluster.num_gpus == 1:
         return ("single",), ()
-    distinct_names = [
-        name for name in dict.fromkeys(usual_names("confirmations") if names is None else names) if name != "all"
-    ]
-    # A partition from a table is not read here.
-    runs = [STRATEGIES[name] for name in RUN_STRATEGIES if STRATEGIES[name].partition_rule != "table"]
-    allowed = [strategy.name for strategy in runs if mode == "ranks" or strategy.is_replayable]
-    where = "what the runtime runs without a table" if mode == "ranks" else "what one device can replay in turn"
-
-    def check(name: str) -> None:
-        """Raise InputError where planner or runtime cannot run a strategy on this model and number of ranks."""
-        if name not in allowed:
-            raise InputError("strategies", name, f"{where}: {', '.join(allowed)}, or all")
-        strategy = get_strategy(name, "strategies")
-        execution = execution_of(scenario, strategy)
-        even = Partition.even(scenario.request.new_tokens, execution.cluster.num_gpus)
-        hardware.check(Candidate(scenario=scenario, execution=execution, partition=even))
-
-    for name in distinct_names:
-        check(name)
-    if "all" not in (names or ()):
-        return tuple(distinct_names), ()
+    if names is None:
+        names = usual_names("confirmations")
+    chosen = [name for name in dict.fromkeys(names) if name != "all"]
+    for name in chosen:
+        _check_measurable(name, scenario, mode, hardware)
+    if "all" not in names:
+        return tuple(chosen), ()
     planned, notes = all_for(scenario)
-    runnable = []
     reasons = dict[str, list[str]]()
     for strategy in planned:
         try:
-            check(strategy.name)
-            runnable.append(strategy.name)
+            _check_measurable(strategy.name, scenario, mode, hardware)
+            chosen.append(strategy.name)
         except InputError as error:
             reasons.setdefault(error.accepted, []).append(strategy.name)
-    left_out = (f"not measured: {', '.join(left)} (accepted: {reason})" for reason, left in reasons.items())
-    return tuple(dict.fromkeys((*distinct_names, *runnable))), (*notes, *left_out)
+    left_out = [f"not measured: {', '.join(left)} (accepted: {reason})" for reason, left in reasons.items()]
+    return tuple(dict.fromkeys(chosen)), (*notes, *left_out)
+
+
+def _check_measurable(name: str, scenario: Scenario, mode: Mode, hardware: Hardware) -> None:
+    """Raise InputError where planner or runtime cannot run a strategy on this model and number of ranks."""
+    allowed = [run for run in RUN_STRATEGIES if _is_measurable(STRATEGIES[run], mode)]
+    if name not in allowed:
+        where = "what the runtime runs without a table"
+        if mode == "virtual":
+            where = "what one device can replay in turn"
+        raise InputError("strategies", name, f"{where}: {', '.join(allowed)}, or all")
+    execution = execution_of(scenario, get_strategy(name, "strategies"))
+    even = Partition.even(scenario.request.new_tokens, execution.cluster.num_gpus)
+    hardware.check(Candidate(scenario=scenario, execution=execution, partition=even))
+
+
+def _is_measurable(strategy: Strategy, mode: Mode) -> bool:
+    """Whether a strategy can be measured in a mode. A partition from a table is not read here."""
+    if strategy.partition_rule == "table":
+        return False
+    return mode == "ranks" or strategy.is_replayable
 
 
 def partitions_around(execution: Execution, center: Sequence[int], stride: int) -> list[tuple[tuple[int, ...], float]]:
     """Return partitions with boundaries up to two strides from the centre's, and their predicted TTFTs, sorted."""
     tokens = sum(center)
     rows = chunks_between(around(np.cumsum(center)[:-1], stride, tokens), tokens)
-    ttft_s = Evaluator(execution.by(KVR_S)).ttft_s(rows.astype(float)) if len(rows) else rows
+    if not len(rows):
+        return []
+    ttft_s = Evaluator(execution.by(KVR_S)).ttft_s(rows.astype(float))
     return [(tuple(rows[index].tolist()), float(ttft_s[index])) for index in np.argsort(ttft_s, kind="stable")]
 
 
@@ -157,14 +168,17 @@ def further_candidates(kvr_s: Candidate, others: Sequence[Candidate], count: int
     if count < 1 or len(center.chunk_lens) < 2:
         return {}
     apart = max(1, round(center.num_tokens / len(center.chunk_lens) * _LEAST_DISTANCE))
-    ends = [np.array(one.partition.boundaries) for one in others if one.strategy.name.startswith("kvr")]
+    ends = [np.array(other.partition.boundaries) for other in others if other.strategy.name.startswith("kvr")]
     further: dict[str, Candidate] = {}
     for chunks, _ in partitions_around(kvr_s.execution, center.chunk_lens, apart):
         partition = Partition(chunk_lens=chunks)
         boundaries = np.array(partition.boundaries)
-        if len(further) < count and all(np.abs(boundaries - other).max() >= apart for other in ends):
-            ends.append(boundaries)
-            further[f"{KVR_S.name} #{len(further) + 2}"] = replace(kvr_s, partition=partition, search=None)
+        if any(np.abs(boundaries - other).max() < apart for other in ends):
+            continue
+        ends.append(boundaries)
+        further[f"{KVR_S.name} #{len(further) + 2}"] = replace(kvr_s, partition=partition, search=None)
+        if len(further) == count:
+            break
     return further
 
 
@@ -183,46 +197,81 @@ def measured_here(
     partitions are measured once. check: compare the logits with those of a single process, if that fits in memory.
     Raises InputError if no candidate fits.
     """
-    from kvrsim.runtime.measure import run_job, run_virtual
-
     reporter = reporter or Reporter()
     scenario = next(iter(candidates.values())).scenario
     budget = MemoryBudget.of(scenario, hardware, mode)
     needed_bytes = budget.check(candidates)
-    large = [f"{name} ({format_bytes(one)})" for name, one in needed_bytes.items() if one > budget.limit_bytes]
-    fitting = {name: one for name, one in candidates.items() if needed_bytes[name] <= budget.limit_bytes}
-    text = f"not measured, because it does not fit in the {budget.name}: {', '.join(large)}"
+    fitting: dict[str, Candidate] = {}
+    large: list[str] = []
+    for name, candidate in candidates.items():
+        if needed_bytes[name] <= budget.limit_bytes:
+            fitting[name] = candidate
+        else:
+            large.append(f"{name} ({format_bytes(needed_bytes[name])})")
+    notes = list(notes)
+    if large:
+        notes.append(f"not measured, because it does not fit in the {budget.name}: {', '.join(large)}")
     compared = check and budget.fits_reference(scenario)
-    notes = (*notes, *[text] * bool(large), *[NO_REFERENCE] * (check and not compared), *busy_note())
-    rounds = hardware.warmups + hardware.repeats
+    if check and not compared:
+        notes.append(NO_REFERENCE)
+    notes.extend(busy_note())
     for note in notes:
         reporter.note(note)
     if len(candidates) > 1:
-        expected = format_seconds(rounds * sum(one.ttft_s for one in fitting.values()))
-        times = f"{hardware.warmups} + {hardware.repeats} times each: about {expected} of prefills by the profile"
-        reporter.note(f"measuring {len(fitting)} candidates, {times}")
-    plans = {name: hardware.run_plan(one) for name, one in fitting.items()}
-    settings = dict(repeats=hardware.repeats, warmups=hardware.warmups)
-    model = hardware.choice(scenario)
-    job = Job(model=model, plans=tuple(dict.fromkeys(plans.values())), check_logits=compared, **settings)
-    count = len(job.plans) * (rounds + 3) * (2 if mode == "virtual" else 1) + 2
-    num_ranks = 1 if mode == "virtual" else scenario.cluster.num_gpus
-    how = hardware.launch(scenario, num_ranks, hardware.longest_s(list(fitting.values())), count)
-    run = run_virtual if mode == "virtual" else run_job
-    report: Report = launch(run, job, how=how, on_progress=reporter.progress)[-1]
-    by_plan = dict(zip(job.plans, report.timings, strict=True))
-    timings = {name: by_plan[plan] for name, plan in plans.items()}
-    repetitions = f"{hardware.repeats} after {hardware.warmups} warm-ups, plans interleaved"
-    gather = "a ring of sends between neighbours" if hardware.gather(scenario) == "ring" else "the backend's own"
-    conditions = {**report.conditions, "repetitions": repetitions, "all-gather of tsp": gather}
+        reporter.note(_announcement(fitting, hardware))
+    plans = {name: hardware.run_plan(candidate) for name, candidate in fitting.items()}
+    job = Job(
+        model=hardware.choice(scenario),
+        plans=tuple(dict.fromkeys(plans.values())),
+        check_logits=compared,
+        repeats=hardware.repeats,
+        warmups=hardware.warmups,
+    )
+    report = _report(job, scenario, hardware, mode, hardware.longest_s(list(fitting.values())), reporter)
+    timing_of = dict(zip(job.plans, report.timings, strict=True))
+    timings = {name: timing_of[plan] for name, plan in plans.items()}
     if mode == "virtual":
         timings = {name: compose(fitting[name], timing) for name, timing in timings.items()}
-        conditions |= {
-            "ranks": f"{scenario.cluster.num_gpus}, virtual, one after another on one device",
-            "modelled": f"messages and waiting, by {scenario.cluster.describe()}",
-            "all-gather of tsp": "modelled",
-        }
-    return timings, conditions, notes
+    return timings, {**report.conditions, **_conditions(scenario, hardware, mode)}, tuple(notes)
+
+
+def _announcement(candidates: Mapping[str, Candidate], hardware: Hardware) -> str:
+    """Say how often the candidates are measured, and how long this takes by the profile."""
+    rounds = hardware.warmups + hardware.repeats
+    expected_s = rounds * sum(candidate.ttft_s for candidate in candidates.values())
+    times = f"{hardware.warmups} + {hardware.repeats} times each: about {format_seconds(expected_s)}"
+    return f"measuring {len(candidates)} candidates, {times} of prefills by the profile"
+
+
+def _report(
+    job: Job, scenario: Scenario, hardware: Hardware, mode: Mode, longest_s: float, reporter: Reporter
+) -> Report:
+    """Run a job on the ranks, or on one device in turn; longest_s: predicted seconds of its longest prefill."""
+    from kvrsim.runtime.measure import run_job, run_virtual
+
+    count = len(job.plans) * (job.warmups + job.repeats + _MORE_PREFILLS)
+    if mode == "virtual":
+        how = hardware.launch(scenario, 1, longest_s, 2 * count + _REFERENCE_PREFILLS)
+        reports = launch(run_virtual, job, how=how, on_progress=reporter.progress)
+    else:
+        how = hardware.launch(scenario, scenario.cluster.num_gpus, longest_s, count + _REFERENCE_PREFILLS)
+        reports = launch(run_job, job, how=how, on_progress=reporter.progress)
+    report: Report = reports[-1]
+    return report
+
+
+def _conditions(scenario: Scenario, hardware: Hardware, mode: Mode) -> dict[str, str]:
+    """Describe the repetitions, and what is modelled instead of measured."""
+    conditions = {"repetitions": f"{hardware.repeats} after {hardware.warmups} warm-ups, plans interleaved"}
+    if mode == "virtual":
+        conditions["all-gather of tsp"] = "modelled"
+        conditions["ranks"] = f"{scenario.cluster.num_gpus}, virtual, one after another on one device"
+        conditions["modelled"] = f"messages and waiting, by {scenario.cluster.describe()}"
+    elif hardware.gather(scenario) == "ring":
+        conditions["all-gather of tsp"] = "a ring of sends between neighbours"
+    else:
+        conditions["all-gather of tsp"] = "the backend's own"
+    return conditions
 
 
 def compose(candidate: Candidate, timing: Timing) -> Timing:
@@ -234,7 +283,8 @@ def compose(candidate: Candidate, timing: Timing) -> Timing:
 
     cluster = candidate.execution.cluster
     repeats = timing.parts
-    ttft_s = tuple(map(float, run_program(_measured_program(candidate, repeats), cluster)[-1]))
+    finish_s = run_program(_measured_program(candidate, repeats), cluster)
+    ttft_s = tuple(map(float, finish_s[-1]))
     median = np.argsort(ttft_s)[(len(ttft_s) - 1) // 2]
     timeline = EventSimulation(_measured_program(candidate, [repeats[median]]), cluster).timeline
     return replace(timing, ttft_s=ttft_s, timeline=timeline)
@@ -253,9 +303,11 @@ def _measured_program(candidate: Candidate, repeats: Sequence[Sequence[Parts]]) 
 
     def timed(ops: Sequence[Sequence[Op]], layer: int | None = None) -> tuple[tuple[Op, ...], ...]:
         """Return the operations of each rank with their measured times."""
-        return tuple(
-            tuple(_with_times(op, [parts[rank] for parts in repeats], layer) for op in ops[rank]) for rank in ranks
-        )
+        timed_ops = []
+        for rank in ranks:
+            parts = [repeat[rank] for repeat in repeats]
+            timed_ops.append(tuple(_with_times(op, parts, layer) for op in ops[rank]))
+        return tuple(timed_ops)
 
     return replace(
         program,

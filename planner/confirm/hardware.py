@@ -18,7 +18,7 @@ from kvrsim.runtime.plan import ModelChoice, OnProgress, RankSettings, RunPlan, 
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.strategies.pipeline import layers_of
-from kvrsim.units import format_bytes
+from kvrsim.units import format_bytes, format_count
 from planner.candidates import Candidate
 
 Mode = Literal["ranks", "virtual"]
@@ -79,7 +79,9 @@ class Hardware:
 
         check_kernel(scenario.model.model_type, scenario.kernel)
         self.choice(scenario)
-        return replace(scenario, cluster=replace(cluster, topology="switch")) if self.emulated else scenario
+        if not self.emulated:
+            return scenario
+        return replace(scenario, cluster=replace(cluster, topology="switch"))
 
     def choice(self, scenario: Scenario) -> ModelChoice:
         """Return the model as the ranks load it; raise InputError for a dtype that the runtime lacks."""
@@ -99,11 +101,14 @@ class Hardware:
         """Return the predicted seconds of the longest prefill; a fixed guess without a profile of this machine."""
         if candidates[0].scenario.profile is None or self.other_machine:
             return _UNPREDICTED_S
-        return max(one.ttft_s for one in candidates)
+        return max(candidate.ttft_s for candidate in candidates)
 
     def launch(self, scenario: Scenario, num_ranks: int, longest_s: float, count: float) -> RankSettings:
         """Return the options with which ranks are started for `count` prefills, the longest of `longest_s` seconds."""
         timeout_s = self.timeout_s or max(_MESSAGE_TIMEOUT_S, _TIMEOUT_FACTOR * longest_s)
+        link = None
+        if self.emulated and num_ranks > 1:
+            link = scenario.cluster.link
         return RankSettings(
             num_ranks=num_ranks,
             device=self.device,
@@ -111,7 +116,7 @@ class Hardware:
             timeout_s=timeout_s,
             deadline_s=_START_S + timeout_s + _TIMEOUT_FACTOR * count * longest_s,
             threads=self.threads,
-            link=scenario.cluster.link if self.emulated and num_ranks > 1 else None,
+            link=link,
         )
 
     @property
@@ -133,23 +138,29 @@ class Hardware:
                 which = f"a profile of this machine, by which {strategy.name} chooses query blocks"
                 raise InputError("profile", ABSENT, f"{which}; {CALIBRATE}")
             blocks = candidate.program.query_blocks or ()
+        gather = self.gather(scenario)
+        if strategy.name == "tp":
+            gather = self.gather(scenario, "all_reduce")
         return RunPlan(
             strategy=run_as,
             query_blocks=blocks,
             partition=candidate.partition,
             batch=scenario.request.batch,
-            gather=self.gather(scenario, strategy.name),
+            gather=gather,
             stage_layers=layers_of(candidate.execution.placed, strategy),
         )
 
-    def gather(self, scenario: Scenario, strategy: str = "tsp") -> Gather:
-        """Return the algorithm of the collective (all-reduce for tp, else all-gather) to which the profile was fitted.
+    def gather(self, scenario: Scenario, collective: Literal["all_gather", "all_reduce"] = "all_gather") -> Gather:
+        """Return the algorithm of a collective to which the profile was fitted.
 
         The algorithm is a ring over emulated links, and also if the profile does not name one.
         """
-        kind = "all_reduce" if strategy == "tp" else "all_gather"
-        fit = None if scenario.profile is None else scenario.profile.operations.get(kind)
-        return "ring" if fit is None or fit.gather is None or self.emulated else fit.gather
+        if self.emulated or scenario.profile is None:
+            return "ring"
+        fit = scenario.profile.operations.get(collective)
+        if fit is None or fit.gather is None:
+            return "ring"
+        return fit.gather
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,8 +175,10 @@ class MemoryBudget:
     @classmethod
     def of(cls, scenario: Scenario, hardware: Hardware, mode: Mode) -> MemoryBudget:
         """Return a GPU's memory, or this host's free memory, times the scenario's memory fraction."""
-        num_ranks = 1 if mode == "virtual" else scenario.cluster.num_gpus
         on_gpu = hardware.device == "cuda"
+        num_ranks = scenario.cluster.num_gpus
+        if mode == "virtual":
+            num_ranks = 1
         if host.started_by_torchrun():
             num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
         if on_gpu:
@@ -187,8 +200,10 @@ class MemoryBudget:
         else:
             idle = replace(ranks[0], kv_cache=0, gathered=0, activations=0, scores=0, logits=0)
             ranks += [idle] * (scenario.cluster.num_gpus - len(ranks))
-        peaks = sorted(rank.total if self.on_gpu else rank.total - rank.runtime for rank in ranks)  # runtime: of CUDA
-        return sum(peaks[-self.num_ranks :])
+        peaks = [rank.total for rank in ranks]
+        if not self.on_gpu:  # the memory of the runtime is CUDA's
+            peaks = [rank.total - rank.runtime for rank in ranks]
+        return sum(sorted(peaks)[-self.num_ranks :])
 
     def fits_reference(self, scenario: Scenario) -> bool:
         """Whether the prefill of one process, the reference of the logits, fits in memory."""
@@ -198,13 +213,13 @@ class MemoryBudget:
 
     def check(self, candidates: Mapping[str, Candidate]) -> dict[str, int]:
         """Return the bytes that each candidate needs; raise InputError with remedies if none of them fits."""
-        needed = {name: self.needed_bytes(one) for name, one in candidates.items()}
+        needed = {name: self.needed_bytes(candidate) for name, candidate in candidates.items()}
         name = min(needed, key=lambda name: needed[name])
         if needed[name] <= self.limit_bytes:
             return needed
         scenario = candidates[name].scenario
         weights = self.num_ranks * scenario.model.weight_bytes(scenario.request.dtype_bytes)
-        takes = f"{name} on {self.num_ranks} rank{'s' * (self.num_ranks > 1)} takes {format_bytes(needed[name])}"
+        takes = f"{name} on {format_count(self.num_ranks, 'rank')} takes {format_bytes(needed[name])}"
         if weights > 0.5 * self.limit_bytes:
             accepted = f"a model that fits in the {self.name}, such as tiny-llama, or fewer `gpus`: {takes}"
             raise InputError("model", scenario.model.name, accepted)
@@ -213,13 +228,23 @@ class MemoryBudget:
     @property
     def name(self) -> str:
         """Describe the budget."""
-        return f"{format_bytes(self.limit_bytes)} that may be used of {'a GPU' if self.on_gpu else 'this host'}"
+        place = "a GPU" if self.on_gpu else "this host"
+        return f"{format_bytes(self.limit_bytes)} that may be used of {place}"
 
 
 def is_same_device(profiled: str, device: str) -> bool:
     """Whether the device names of the profile and of this machine mean the same device."""
-    numbered = [{word for word in _words(name) if any(map(str.isdigit, word))} for name in (profiled, device)]
-    return bool(numbered[0] & numbered[1]) if all(numbered) else bool(_words(profiled) & _words(device))
+    profiled_words = _words(profiled)
+    device_words = _words(device)
+    profiled_numbers = {word for word in profiled_words if _has_digit(word)}
+    device_numbers = {word for word in device_words if _has_digit(word)}
+    if profiled_numbers and device_numbers:  # the model numbers say more than the words, such as "nvidia"
+        return not profiled_numbers.isdisjoint(device_numbers)
+    return not profiled_words.isdisjoint(device_words)
+
+
+def _has_digit(word: str) -> bool:
+    return any(map(str.isdigit, word))
 
 
 def _words(name: str) -> set[str]:

@@ -36,7 +36,9 @@ class Targets:
 
     def logits_for(self, dtype: str) -> float:
         """Return the largest allowed difference of the logits."""
-        return _ROUNDING[dtype] if self.logits is None else self.logits
+        if self.logits is not None:
+            return self.logits
+        return _ROUNDING[dtype]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +117,7 @@ class Confirmation(Answer):
     @property
     def best(self) -> MeasuredCandidate:
         """The candidate that was measured to be the fastest."""
-        return min(self.candidates, key=lambda one: one.median_s)
+        return min(self.candidates, key=lambda candidate: candidate.median_s)
 
     @property
     def regret(self) -> float:
@@ -136,7 +138,7 @@ class Confirmation(Answer):
     @property
     def significant_pairs(self) -> list[tuple[MeasuredCandidate, MeasuredCandidate]]:
         """Pairs of candidates whose measured TTFTs differ significantly, the faster one first; all others are ties."""
-        pairs = combinations(sorted(self.candidates, key=lambda one: one.median_s), 2)
+        pairs = combinations(sorted(self.candidates, key=lambda candidate: candidate.median_s), 2)
         return [(fast, slow) for fast, slow in pairs if fast.differs_from(slow)]
 
     @property
@@ -148,18 +150,21 @@ class Confirmation(Answer):
     @property
     def median_error(self) -> float:
         """Median absolute relative error of the predictions."""
-        return median(abs(one.rel_error) for one in self.candidates)
+        return median(abs(candidate.rel_error) for candidate in self.candidates)
 
     @property
     def speed(self) -> float:
         """Median of predicted over measured TTFT: above 1, the machine is faster than predicted."""
-        return median(one.predicted_s / one.median_s for one in self.candidates)
+        return median(candidate.predicted_s / candidate.median_s for candidate in self.candidates)
 
     @property
     def max_logit_error(self) -> float | None:
         """Largest difference of the candidates' logits from those of a single process; None: not compared."""
-        errors = [one.timing.difference.logits for one in self.candidates if one.timing.difference is not None]
-        return float(np.max(errors)) if errors else None  # unlike max(), this keeps NaN
+        differences = [candidate.timing.difference for candidate in self.candidates]
+        errors = [difference.logits for difference in differences if difference is not None]
+        if not errors:
+            return None
+        return float(np.max(errors))  # unlike max(), this keeps NaN
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -172,18 +177,19 @@ class Confirmation(Answer):
             by = f"{self.median_error:.1%} (median), above {targets.median_error:.1%}"
             reasons.append(f"predictions are off by {by}{self._drift_note}")
         limit = targets.logits_for(self.question.dtype)
-        for one in self.candidates:
-            difference = one.timing.difference
+        for candidate in self.candidates:
+            difference = candidate.timing.difference
             if difference is not None and not difference.logits <= limit * max(difference.logits_scale, 1e-30):
                 # The negated comparison also reports NaN.
                 by = f"{difference.logits:.2g}, largest logit {difference.logits_scale:.2g}"
-                reasons.append(f"{one.strategy}: logits differ from one process's by {by}, above {limit:.0e} of it")
+                name = candidate.strategy
+                reasons.append(f"{name}: logits differ from one process's by {by}, above {limit:.0e} of it")
         return tuple(reasons)
 
     @property
     def _drift_note(self) -> str:
         """Return a note if the machine's speed alone explains an error above its target; else an empty text."""
-        rest = median(abs((one.rel_error + 1) / self.speed - 1) for one in self.candidates)
+        rest = median(abs((candidate.rel_error + 1) / self.speed - 1) for candidate in self.candidates)
         if len(self.candidates) == 1 or rest > self.targets.median_error:
             return ""
         return f"; all run about {self.speed:.2f} times as fast as predicted: calibrate again"
@@ -199,7 +205,7 @@ class Confirmation(Answer):
             **self.question.header(),
             **fields_to_json(self, "model", "profile", "cluster", "attention", "num_gpus", "context_len", "mode"),
             "dtype": self.question.dtype,
-            "candidates": [one.to_dict() | {"chosen": one is self.choice} for one in self.candidates],
+            "candidates": [candidate.to_dict() | {"chosen": candidate is self.choice} for candidate in self.candidates],
             "orders": {
                 "pairs": comb(len(self.candidates), 2),
                 "significant": len(self.significant_pairs),
@@ -215,4 +221,4 @@ class Confirmation(Answer):
 
     def to_frame(self) -> pandas.DataFrame:
         """Return one row per candidate."""
-        return to_frame(one.to_dict() for one in self.candidates)
+        return to_frame(candidate.to_dict() for candidate in self.candidates)

@@ -15,7 +15,7 @@ from kvrsim.runtime.host import started_by_torchrun
 from kvrsim.runtime.plan import RunPlan, Timing, run_strategy
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
-from planner.candidates import Candidate, Search
+from planner.candidates import Search
 from planner.confirm.confirm import measured_here
 from planner.confirm.hardware import CALIBRATE, Hardware, Reporter
 
@@ -51,9 +51,13 @@ class RunResult(Answer):
         """Return plain JSON values."""
         timing = self.timing
         plan = self.plan
-        difference = self.timing.difference
-        blocks = {"query_blocks": list(map(max, plan.query_blocks))} if plan.query_blocks else {}
-        gathers = self.strategy.gathers_kv and self.num_gpus > 1
+        difference = timing.difference
+        blocks = {}
+        if plan.query_blocks:
+            blocks = {"query_blocks": list(map(max, plan.query_blocks))}
+        all_gather = None
+        if self.strategy.gathers_kv and self.num_gpus > 1:
+            all_gather = plan.gather
         return {
             **self.question.measured_header(predicted=self.predicted_s is not None),
             **fields_to_json(self.question, "model", "attention", "dtype", "context_len"),
@@ -68,16 +72,15 @@ class RunResult(Answer):
             "predicted_ttft_s": self.predicted_s,
             "max_logit_error": difference and difference.logits,
             "largest_logit": difference and difference.logits_scale,
-            "all_gather": plan.gather if gathers else None,
+            "all_gather": all_gather,
             "per_rank": [self._rank(rank) for rank in range(self.timeline.num_ranks)],
             **fields_to_json(self, "conditions", "warnings"),
         }
 
     def _rank(self, rank: int) -> dict[str, Any]:
         """Return one rank's compute, wait and sent bytes in the additional prefill with hooks."""
-        compute_s, wait_s = (
-            sum(span.duration_s for span in self.timeline.of(rank, kind)) for kind in ("compute", "wait")
-        )
+        compute_s = sum(span.duration_s for span in self.timeline.of(rank, "compute"))
+        wait_s = sum(span.duration_s for span in self.timeline.of(rank, "wait"))
         sent = sum(span.nbytes or 0.0 for span in self.timeline.of(rank, "transfer"))
         return {"rank": rank, "compute_s": compute_s, "wait_s": wait_s, "sent_bytes": sent}
 
@@ -98,11 +101,14 @@ def run_here(
     memory, or for kvr-s without partition and profile; RankError where a rank fails.
     """
     run_strategy(strategy)
-    own = get_strategy(strategy)
-    candidate = _candidate(scenario, hardware, own, partition)
-    scenario = candidate.scenario
+    chosen = get_strategy(strategy)
+    scenario = hardware.runnable(scenario, needs_profile=False)
+    _check_partition_rule(chosen, partition, has_profile=scenario.profile is not None)
+    candidate = Search(partition=partition).candidate(scenario, chosen)
     hardware.check(candidate)
-    num_gpus = 1 if own.partition_rule == "whole" else scenario.cluster.num_gpus
+    num_gpus = scenario.cluster.num_gpus
+    if chosen.partition_rule == "whole":
+        num_gpus = 1
     if not started_by_torchrun():  # torchrun has started one rank per GPU, some of which may stay idle
         scenario = scenario.on_gpus(num_gpus)
     candidate = replace(candidate, scenario=scenario)
@@ -111,7 +117,7 @@ def run_here(
     )
     return RunResult(
         question=Question.of(scenario.on_gpus(num_gpus), seed=hardware.seed, strategy=strategy),
-        strategy=own,
+        strategy=chosen,
         timing=timings[strategy],
         predicted_s=None if scenario.profile is None else candidate.ttft_s,
         conditions=conditions,
@@ -119,15 +125,11 @@ def run_here(
     )
 
 
-def _candidate(
-    scenario: Scenario, hardware: Hardware, strategy: Strategy, partition: Sequence[int] | None
-) -> Candidate:
-    """Return the strategy with its partition; raise the same InputErrors as `run_here`."""
+def _check_partition_rule(strategy: Strategy, partition: Sequence[int] | None, *, has_profile: bool) -> None:
+    """Raise InputError where nothing gives the strategy its partition: neither the user nor a search by a profile."""
     rule = strategy.partition_rule
     if rule == "table" and partition is None:
         raise InputError("partition", ABSENT, f"a partition: run does not read the table of {strategy.name}")
-    scenario = hardware.runnable(scenario, needs_profile=False)
     searches = rule == "searched-pieces" or (partition is None and rule in ("search", "pieces"))
-    if searches and scenario.profile is None:
+    if searches and not has_profile:
         raise InputError("profile", ABSENT, f"a profile of this machine, or `partition`; {CALIBRATE}")
-    return Search(partition=partition).candidate(scenario, strategy)

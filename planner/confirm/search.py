@@ -139,7 +139,9 @@ def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
     watch = Stopwatch(transport, forward, [whole], task.hardware.seed)
     queue = deque(task.known)
     warm = set[Chunks]()
-    since_s = time.monotonic() - (queue[-1][1] if queue else 0.0)
+    since_s = time.monotonic()
+    if queue:  # the time of an interrupted search counts
+        since_s -= queue[-1][1]
 
     def measure(chunks: Chunks) -> tuple[float, float]:
         """Measure one prefill, after a warm-up if the partition is new; results of an interrupted search are reused."""

@@ -15,6 +15,7 @@ from kvrsim.units import (
     MAX_TOKENS,
     format_bandwidth,
     format_bytes,
+    format_count,
     format_seconds,
     format_tokens,
     parse_bandwidth,
@@ -162,3 +163,7 @@ def test_lengths() -> None:
     assert {text: parse_lengths(text, "--ctx") for text in texts} == texts
     for text in ("", "1k:2k", "2k:1k:1k", "1k:2k:0", "1k,,2k", "1:1m:1", "x", "1k:2k:1k:1", "1k:2k:x1"):
         check_refused(parse_lengths, text)
+
+
+def test_a_count_has_its_noun_in_the_plural_unless_it_is_one() -> None:
+    assert [format_count(number, "GPU") for number in (0, 1, 2)] == ["0 GPUs", "1 GPU", "2 GPUs"]

@@ -16,14 +16,14 @@ from kvrsim.cli.text import Part, facts, header, headline, likely, note_rows
 from kvrsim.errors import ABSENT, InputError, KvrsimError
 from kvrsim.io.annotations import Range
 from kvrsim.io.files import is_first_rank
-from kvrsim.units import format_seconds
+from kvrsim.units import format_count, format_seconds
 from kvrsim.views.table import Text
 
 if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
     from planner.confirm.hardware import Hardware
     from planner.confirm.result import Confirmation
-    from planner.confirm.search import SearchedPartition
+    from planner.confirm.search import Chunks, HardwareSearch, SearchedPartition
 
 NOT_MET = 1  # exit code if a target is not met or a rank fails
 _STARTING = "planning and starting ranks"
@@ -114,15 +114,10 @@ def confirm(
     scenario, warnings = build_scenario(args)
     machine = hardware_of(hardware, args, scenario)
     if options.search:
-        about = {"strategies": options.strategies, "virtual": options.virtual, "trace": files.trace, "plot": files.plot}
-        for name, value in about.items():
-            if value:
-                raise InputError(name, value, "nothing with --search, which measures partitions")
-        if options.output is None:
-            raise InputError("output", ABSENT, "a file for the partition table that --search writes")
+        output = _checked_output(options, files)
         for warning in warnings:
             warn_once(warning)
-        _search(scenario, machine, options.minutes, Path(options.output), json=answer.json)
+        _search(scenario, machine, options.minutes, output, json=answer.json)
         return
     from kvrsim.views.confirm import write_traces
     from planner.confirm.confirm import confirm as measure
@@ -154,6 +149,17 @@ def confirm(
         raise Exit(NOT_MET)
 
 
+def _checked_output(options: ConfirmArgs, files: PageArgs) -> Path:
+    """Return the file of --search; raise InputError where it is absent, or where an option means nothing beside it."""
+    unused = {"strategies": options.strategies, "virtual": options.virtual, "trace": files.trace, "plot": files.plot}
+    for name, value in unused.items():
+        if value:
+            raise InputError(name, value, "nothing with --search, which measures partitions")
+    if options.output is None:
+        raise InputError("output", ABSENT, "a file for the partition table that --search writes")
+    return Path(options.output)
+
+
 def _search(scenario: Scenario, machine: Hardware, minutes: float, output: Path, *, json: bool) -> None:
     """Search for a partition on the machine, and print it."""
     from planner.confirm.hardware import Reporter
@@ -180,9 +186,11 @@ def confirmation_screen(result: Confirmation) -> list[Part]:
         ("error:", f"{result.median_error:.1%}: |predicted / measured - 1|, median of the candidates"),
         *((Text("NOT MET:", style="red"), reason) for reason in result.reasons),
     )
-    most = result.max_logit_error
+    logits = None
+    if result.max_logit_error is not None:
+        logits = f"differ from one process's by at most {result.max_logit_error:.2g}"
     table = facts(
-        ("logits:", None if most is None else f"differ from one process's by at most {most:.2g}"),
+        ("logits:", logits),
         ("machine:", "; ".join(f"{name} {value}" for name, value in result.conditions.items())),
         *note_rows(result.warnings),
     )
@@ -192,11 +200,13 @@ def confirmation_screen(result: Confirmation) -> list[Part]:
 def _ttft_line(result: Confirmation) -> str:
     """The plan's choice: its measured and predicted TTFT, and whether all targets are met."""
     choice = result.choice
-    gpus = f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
+    gpus = format_count(result.num_gpus, "GPU")
     measured = f"{format_seconds(choice.median_s)} measured (IQR {format_seconds(choice.timing.iqr_s)})"
     interval = likely(choice.prediction.ttft_low_s, choice.predicted_s, choice.prediction.ttft_high_s, None)
     predicted = f"predicted {interval}, {choice.rel_error:+.1%}"
-    met = "all targets met" if result.ok else f"{len(result.reasons)} target{'s' * (len(result.reasons) != 1)} NOT met"
+    met = "all targets met"
+    if not result.ok:
+        met = f"{format_count(len(result.reasons), 'target')} NOT met"
     return f"{choice.strategy} on {gpus}, TTFT {measured}; {predicted}; {met}"
 
 
@@ -209,15 +219,17 @@ def _order(result: Confirmation) -> str:
     wrong = result.wrong_pairs
     repeats = len(result.choice.timing.ttft_s)
     if repeats < LEAST_SAMPLES:
-        text = f"{repeats} measurement{'s' * (repeats != 1)} of each show no spread"
+        text = f"{format_count(repeats, 'measurement')} of each show no spread"
         return f"not compared: {text}, --repeats {LEAST_SAMPLES} or more do"
     pairs = number * (number - 1) // 2
     if pairs and not significant:
         return f"none of {pairs} pairs differ by more than their spreads"
+    text = f"{significant - len(wrong)} of {significant} significant pairs predicted right, of {pairs} pairs"
+    if not wrong:
+        return text
     swaps = "; ".join(f"{fast} is faster than {slow}" for fast, slow in wrong[:_SHOWN_WRONG])
     more = ", ..." if len(wrong) > _SHOWN_WRONG else ""
-    text = f"{significant - len(wrong)} of {significant} significant pairs predicted right, of {pairs} pairs"
-    return f"{text}; not predicted: {swaps}{more}" if wrong else text
+    return f"{text}; not predicted: {swaps}{more}"
 
 
 def _regret(result: Confirmation) -> str:
@@ -235,9 +247,8 @@ def search_screen(result: SearchedPartition) -> list[Part]:
     """Screen of a search: the fastest measured partition, and the number of measurements."""
     search = result.search
     question = result.question
-    best, plan = (
-        f"{', '.join(map(str, one))}, TTFT {format_seconds(search.median_s(one))}" for one in (search.best, search.seed)
-    )
+    best = _partition_line(search, search.best)
+    plan = _partition_line(search, search.seed)
     table = facts(
         ("best:", headline(f"{best} measured")),
         ("gain:", f"{result.gain:.1%} over the plan's partition"),
@@ -246,3 +257,7 @@ def search_screen(result: SearchedPartition) -> list[Part]:
         ("written:", result.output),
     )
     return [table, "", *header(question, question.cluster)]
+
+
+def _partition_line(search: HardwareSearch, chunks: Chunks) -> str:
+    return f"{', '.join(map(str, chunks))}, TTFT {format_seconds(search.median_s(chunks))}"
