@@ -309,6 +309,7 @@ class _Spans:
 def _parts(layer: Any, geometry: Geometry) -> Iterator[HookedModule]:
     """Yield matrix products, norms, and the MLP as a whole; experts are not supported."""
     attention, output = geometry.mixer_of(layer)
+    assert attention is not None
     inside = {id(module) for module in attention.modules()}
     for name, module in layer.named_modules():
         where = "before" if id(module) in inside and module is not output else "after"

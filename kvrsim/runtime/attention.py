@@ -14,13 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as functional
+from torch import Tensor
 
 from kvrsim.choices import Attention
 from kvrsim.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # The name must not contain "flash": transformers reserves such names for its own kernels.
 INTERFACE_NAME = "kvrsim_chunk_attention"
@@ -28,11 +32,12 @@ _OWN_NAME = "kvrsim_own_attention"
 _LEAST_BLOCK = 128  # least queries per block in a window: kernels for fewer queries are no faster
 _FLASH_WIDTH = 8  # FlashAttention needs a head width that is a multiple of this number
 
-Attend = Callable[[Any, float | None], Any]  # attention of queries at a scale; K and V are in the cache
-Compute = Callable[[Any, Any, Any, float | None, int | None], Any]  # attention from Q, K, V, a scale and a window
+Attend = Callable[[Tensor, float | None], Tensor]  # attention of queries at a scale; K and V are in the cache
+# Attention from Q, K, V, a scale and a window.
+Compute = Callable[[Tensor, Tensor, Tensor, float | None, int | None], Tensor]
 
 
-def use_flash(model: Any) -> None:
+def use_flash(model: PreTrainedModel) -> None:
     """Make a model that was loaded with "sdpa" run `chunk_attention`.
 
     Raises InputError naming `attention` for ALiBi, because these kernels do not support its biases.
@@ -44,7 +49,7 @@ def use_flash(model: Any) -> None:
 
 
 @contextmanager
-def attending(model: Any, attend: Attend) -> Iterator[None]:
+def attending(model: PreTrainedModel, attend: Attend) -> Iterator[None]:
     """Replace the model's attention by `attend(query, scale)`, without a mask, while the context lasts.
 
     The result of `attend` has the width of V. K and V are in the cache.
@@ -58,7 +63,7 @@ def attending(model: Any, attend: Attend) -> Iterator[None]:
         remove()
 
 
-def _replace_attention(model: Any, name: str, compute: Compute) -> Callable[[], object]:
+def _replace_attention(model: PreTrainedModel, name: str, compute: Compute) -> Callable[[], object]:
     """Make the model compute attention by `compute`, registered as `name`, without a mask.
 
     Falcon does not use transformers' AttentionInterface: instead, it gets a mask object that runs `compute`. Return a
@@ -67,12 +72,22 @@ def _replace_attention(model: Any, name: str, compute: Compute) -> Callable[[], 
     from transformers import AttentionInterface, AttentionMaskInterface
 
     def interface(
-        module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
-    ) -> tuple[Any, None]:
-        out = compute(query, key, value, kwargs.get("scaling"), kwargs.get("sliding_window"))
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **others: object,
+    ) -> tuple[Tensor, None]:
+        out = compute(query, key, value, scaling, sliding_window)
         return out.transpose(1, 2).contiguous(), None
 
-    def pass_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def pass_mask(
+        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         _no_mask(attention_mask=kwargs.get("attention_mask"))
         return args, kwargs | {"attention_mask": mask}
 
@@ -90,10 +105,13 @@ def _replace_attention(model: Any, name: str, compute: Compute) -> Callable[[], 
     return lambda: None
 
 
-def chunk_attention(query: Any, key: Any, value: Any, scale: float | None = None, window: int | None = None) -> Any:
+def chunk_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, window: int | None = None
+) -> Tensor:
     """Return causal attention of the chunk to all tokens. window: number of tokens that a query sees; None: all."""
     if value.shape[-1] != key.shape[-1]:  # expanded latent attention: kernels need equal widths
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        if scale is None:
+            scale = query.shape[-1] ** -0.5
         padded = functional.pad(value, (0, key.shape[-1] - value.shape[-1]))
         return chunk_attention(query, key, padded, scale, window)[..., : value.shape[-1]]
     if window is not None and window < key.shape[2]:
@@ -111,8 +129,8 @@ def chunk_attention(query: Any, key: Any, value: Any, scale: float | None = None
 
 
 def lower_right(
-    kernel: Attention, query: Any, key: Any, value: Any, scale: float | None, window: int | None = None
-) -> Any:
+    kernel: Attention, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None = None
+) -> Tensor:
     """Return causal attention of the last c of S tokens with the kernel that the model was loaded with."""
     if kernel == "flash":
         return chunk_attention(query, key, value, scale, window)
@@ -120,16 +138,19 @@ def lower_right(
     length = key.shape[2]
     if kernel == "eager":
         return _eager(query, key, value, scale, _mask(query, length, window))[0]
-    needs_mask = (window is not None and window < length) or 1 < chunk_len < length
-    mask = _mask(query, length, window) if needs_mask else None
-    key, value = (repeat_heads(part, query.shape[1]) for part in (key, value))
+    is_in_window = window is not None and window < length
+    mask = None
+    if is_in_window or 1 < chunk_len < length:
+        mask = _mask(query, length, window)
+    key = repeat_heads(key, query.shape[1])
+    value = repeat_heads(value, query.shape[1])
     causal = mask is None and chunk_len > 1
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scale)
 
 
 def in_query_blocks(
-    kernel: Attention, query: Any, key: Any, value: Any, scale: float | None, window: int | None, blocks: int
-) -> Any:
+    kernel: Attention, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, blocks: int
+) -> Tensor:
     """Compute `lower_right` in several calls: each attends with one of `blocks` blocks of queries to the keys before.
 
     A chunk without a prefix takes one call of SDPA, which leaves out the masked half itself.
@@ -147,16 +168,22 @@ def in_query_blocks(
 
 
 def block_attention(
-    kernel: Attention, query: Any, key: Any, value: Any, scale: float | None, *, causal: bool
-) -> tuple[Any, Any]:
+    kernel: Attention, query: Tensor, key: Tensor, value: Tensor, scale: float | None, *, causal: bool
+) -> tuple[Tensor, Tensor]:
     """Return attention to one block of keys, and the logarithm of the sums of exponentials, [B, H, c], in fp32.
 
     causal: query i sees the first i keys, and S = c. Otherwise every query sees every key.
     """
-    causal = causal and query.shape[2] > 1
+    if query.shape[2] == 1:
+        causal = False
     if kernel == "eager" or (query.is_cuda and not _takes_flash(query, key, value)):
-        return _eager(query, key, value, scale, _mask(query, key.shape[2]) if causal else None)
-    return (_flash_cuda if query.is_cuda else _flash_cpu)(query, key, value, scale, causal=causal)
+        mask = None
+        if causal:
+            mask = _mask(query, key.shape[2])
+        return _eager(query, key, value, scale, mask)
+    if query.is_cuda:
+        return _flash_cuda(query, key, value, scale, causal=causal)
+    return _flash_cpu(query, key, value, scale, causal=causal)
 
 
 class Merged:
@@ -166,10 +193,10 @@ class Merged:
     """
 
     def __init__(self) -> None:
-        self.out: Any = None
-        self.lse: Any = None
+        self.out: Tensor = None
+        self.lse: Tensor = None
 
-    def add(self, out: Any, lse: Any, first: int = 0) -> None:
+    def add(self, out: Tensor, lse: Tensor, first: int = 0) -> None:
         """Merge a block's result for the queries from `first` on."""
         if self.out is None:
             self.out = out.float()
@@ -182,14 +209,16 @@ class Merged:
         earlier_lse.copy_(torch.logaddexp(earlier_lse, lse))
 
 
-def _mask(query: Any, length: int, window: int | None = None) -> Any:
+def _mask(query: Tensor, length: int, window: int | None = None) -> Tensor:
     """Return a mask [c, S] that is True where a query sees a key; queries are the last c tokens."""
     prefix_len = length - query.shape[2]
     mask = torch.ones(query.shape[2], length, dtype=torch.bool, device=query.device).tril_(prefix_len)
-    return mask if window is None else mask.triu_(prefix_len - window + 1)
+    if window is not None:
+        mask.triu_(prefix_len - window + 1)
+    return mask
 
 
-def _in_window(query: Any, key: Any, value: Any, scale: float | None, window: int) -> Any:
+def _in_window(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int) -> Tensor:
     """Attend in blocks of about one window of queries; each block uses the keys that its queries see."""
     prefix_len = key.shape[2] - query.shape[2]
     parts = []
@@ -198,16 +227,19 @@ def _in_window(query: Any, key: Any, value: Any, scale: float | None, window: in
         block = query[:, :, start : start + block_len]
         end = prefix_len + start + block.shape[2]
         first = max(0, prefix_len + start - window + 1)
-        keys, values = (repeat_heads(part[:, :, first:end], query.shape[1]) for part in (key, value))
+        keys = repeat_heads(key[:, :, first:end], query.shape[1])
+        values = repeat_heads(value[:, :, first:end], query.shape[1])
         mask = _mask(block, end - first, window)
         parts.append(functional.scaled_dot_product_attention(block, keys, values, attn_mask=mask, scale=scale))
     return torch.cat(parts, dim=2)
 
 
-def _eager(query: Any, key: Any, value: Any, scale: float | None, mask: Any) -> tuple[Any, Any]:
+def _eager(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Attend with the score matrix in memory and softmax in fp32, as transformers does."""
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    key, value = (repeat_heads(part, query.shape[1]) for part in (key, value))
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    key = repeat_heads(key, query.shape[1])
+    value = repeat_heads(value, query.shape[1])
     scores = (query @ key.transpose(-1, -2)).mul_(scale)
     if mask is not None:
         scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
@@ -216,7 +248,9 @@ def _eager(query: Any, key: Any, value: Any, scale: float | None, mask: Any) -> 
     return weights.to(query.dtype) @ value, lse
 
 
-def _flash_cpu(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool) -> tuple[Any, Any]:
+def _flash_cpu(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, *, causal: bool
+) -> tuple[Tensor, Tensor]:
     """Run torch's flash kernel for the CPU; also return the logarithm of the sums of exponentials, [B, H, c].
 
     Without a mask, all query heads of a KV head are joined along the token axis, so that K and V are not repeated.
@@ -224,14 +258,15 @@ def _flash_cpu(query: Any, key: Any, value: Any, scale: float | None, *, causal:
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     shape = query.shape
     if causal:
-        key, value = (repeat_heads(part, shape[1]) for part in (key, value))
+        key = repeat_heads(key, shape[1])
+        value = repeat_heads(value, shape[1])
     else:
         query = query.reshape(shape[0], key.shape[1], -1, shape[3])
     out, lse = kernel(query, key, value, dropout_p=0.0, is_causal=causal, attn_mask=None, scale=scale)
     return out.reshape(shape), lse.reshape(shape[:3])
 
 
-def _on_cuda(query: Any, key: Any, value: Any, scale: float | None) -> Any:
+def _on_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """Run FlashAttention, whose causal mask is aligned to the lower right corner, or a kernel with the mask.
 
     The kernel is called directly, because torch.nn.attention.bias.CausalBias, which calls the same kernel, allocates 2
@@ -243,7 +278,7 @@ def _on_cuda(query: Any, key: Any, value: Any, scale: float | None) -> Any:
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
 
 
-def _takes_flash(query: Any, key: Any, value: Any) -> bool:
+def _takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether the GPU, the dtype and the head's width allow FlashAttention."""
     from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
@@ -251,27 +286,31 @@ def _takes_flash(query: Any, key: Any, value: Any) -> bool:
     return fits and bool(can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, False, True)))
 
 
-def _flash_cuda(query: Any, key: Any, value: Any, scale: float | None, *, causal: bool) -> tuple[Any, Any]:
+def _flash_cuda(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, *, causal: bool
+) -> tuple[Tensor, Tensor]:
     """Run FlashAttention, which accepts fewer heads of K and V than of Q; also return the log of the sums."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention
     out, lse, *_ = kernel(query, key, value, dropout_p=0.0, is_causal=causal, return_debug_mask=False, scale=scale)
     return out, lse
 
 
-def repeat_heads(kv: Any, heads: int) -> Any:
+def repeat_heads(kv: Tensor, heads: int) -> Tensor:
     """Repeat each head of K or V, [B, G, S, D], for the query heads that share it; one head alone is not copied."""
     if kv.shape[1] == 1:
         return kv.expand(-1, heads, -1, -1)
-    return kv if kv.shape[1] == heads else kv.repeat_interleave(heads // kv.shape[1], dim=1)
+    if kv.shape[1] == heads:
+        return kv
+    return kv.repeat_interleave(heads // kv.shape[1], dim=1)
 
 
-def _no_mask(*args: Any, attention_mask: Any = None, **kwargs: Any) -> None:
+def _no_mask(*args: object, attention_mask: Tensor | None = None, **others: object) -> None:
     """Make no mask, for transformers' AttentionMaskInterface: `chunk_attention` needs none and supports no padding."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise InputError("attention_mask", "padding", "prompts of equal length, without padding, under flash attention")
 
 
-class _ComputingMask(torch.Tensor):  # type: ignore[misc]
+class _ComputingMask(Tensor):  # type: ignore[misc]
     """A mask that makes scaled_dot_product_attention run `compute` instead.
 
     Falcon does not use the AttentionInterface, but it passes a mask of four dimensions to
@@ -281,7 +320,13 @@ class _ComputingMask(torch.Tensor):  # type: ignore[misc]
     compute: Compute
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         if func is functional.scaled_dot_product_attention:
             query, key, value = args
             assert kwargs is not None

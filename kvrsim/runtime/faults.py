@@ -48,8 +48,10 @@ class Fault:
     parameter: str | None = None  # parameter that an InputError on the rank names
 
     def __str__(self) -> str:
-        place = "" if self.layer is None else f", layer {self.layer}"
-        return f"rank {self.rank}{place}: {self.message}"
+        place = f"rank {self.rank}"
+        if self.layer is not None:
+            place = f"{place}, layer {self.layer}"
+        return f"{place}: {self.message}"
 
 
 class RankError(KvrsimError):
@@ -57,10 +59,14 @@ class RankError(KvrsimError):
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         waited_for = {fault.peer for fault in faults}
-        self.faults = tuple(
-            sorted(faults, key=lambda fault: (_KINDS.index(fault.kind), fault.rank not in waited_for, fault.rank))
-        )
-        self.exit_code = 2 if self.faults[0].kind == "input" else 1
+
+        def likelihood(fault: Fault) -> tuple[int, bool, int]:
+            return _KINDS.index(fault.kind), fault.rank not in waited_for, fault.rank
+
+        self.faults = tuple(sorted(faults, key=likelihood))
+        self.exit_code = 1
+        if self.faults[0].kind == "input":
+            self.exit_code = 2
         super().__init__("; ".join(map(str, self.faults)))
 
 
@@ -75,7 +81,10 @@ def meaning(error: BaseException) -> str:
     text = " ".join(str(error).split())
     for pattern, words in _MEANINGS:
         if match := re.search(pattern, text):
-            return words.format(seconds=int(match[1]) / 1e3 if match.groups() else 0)
+            seconds = 0.0
+            if match.groups():
+                seconds = int(match[1]) / 1e3
+            return words.format(seconds=seconds)
     plain = re.sub(r"\[[^\]]*\]", "", text).encode("ascii", "ignore").decode()
     plain = " ".join(plain.split()).strip(" .:")
     return plain[:_MOST_CHARACTERS] or type(error).__name__
@@ -89,9 +98,10 @@ def faults_of(error: BaseException, rank: int, layer: int | None) -> list[Fault]
         return [Fault(rank=rank, kind="link", message=error.reason, layer=layer, peer=error.peer)]
     if is_out_of_memory(error):
         return [Fault(rank=rank, kind="memory", message="out of memory", layer=layer)]
+    if isinstance(error, InputError):
+        return [Fault(rank=rank, kind="input", message=str(error), parameter=error.parameter)]
     if isinstance(error, KvrsimError):
-        parameter = error.parameter if isinstance(error, InputError) else None
-        return [Fault(rank=rank, kind="input", message=str(error), parameter=parameter)]
+        return [Fault(rank=rank, kind="input", message=str(error))]
     where = traceback.extract_tb(error.__traceback__)[-1]
     message = f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}, line {where.lineno})"
     return [Fault(rank=rank, kind="error", message=message, layer=layer)]

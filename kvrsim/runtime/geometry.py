@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from kvrsim.choices import Attention
 from kvrsim.errors import InputError
@@ -15,6 +16,12 @@ from kvrsim.io.schema import JsonObject
 from kvrsim.model.load import read_config
 from kvrsim.model.mixers import Attention as Softmax
 from kvrsim.model.mixers import LatentAttention, Mixer, Recurrence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 RECURRENT_BYTES = 4  # bytes per element of a recurrent state, which is kept in fp32
@@ -43,7 +50,9 @@ class KvLayout:
 
     def first_seen(self, start: int) -> int:
         """Return the first token that a query at `start` sees; later queries need no earlier token."""
-        return 0 if self.sliding_window is None else max(0, start - self.sliding_window + 1)
+        if self.sliding_window is None:
+            return 0
+        return max(0, start - self.sliding_window + 1)
 
     def share(self, size: int) -> KvLayout:
         """Return the layout of one of `size` ranks that share the KV heads; it has at least one head."""
@@ -121,18 +130,19 @@ class Geometry:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
-    def of(cls, model: Any) -> Geometry:
+    def of(cls, model: PreTrainedModel) -> Geometry:
         """Read a Hugging Face model for causal language modelling.
 
         Raises InputError naming `model` where the runtime does not support the architecture.
         """
         attention = getattr(model, "kvrsim_attention", None) or model.config._attn_implementation
         parameter = next(model.parameters())
-        return cls.of_config(model.config, attention, dtype=parameter.dtype, device=parameter.device)
+        geometry = cls.of_config(model.config, attention)
+        return replace(geometry, dtype=parameter.dtype, device=parameter.device)
 
     @classmethod
-    def of_config(cls, config: Any, attention: Attention, **settings: Any) -> Geometry:
-        """Read a Hugging Face configuration; settings: dtype and device."""
+    def of_config(cls, config: PreTrainedConfig, attention: Attention) -> Geometry:
+        """Read a Hugging Face configuration, which says neither dtype nor device: they are fp32 and the CPU."""
         _check_rope(config)
         spec = read_config(JsonObject(fields=config.to_dict(), where="model"), "model")
         return cls(
@@ -140,12 +150,16 @@ class Geometry:
             layouts=tuple(_layout(layer.mixer, config, attention) for layer in spec.layers),
             attention=attention,
             alibi=bool(getattr(config, "alibi", False)),
-            **settings,
         )
 
     def share(self, size: int) -> Geometry:
         """Return the geometry of one of `size` ranks that share the KV heads."""
-        layouts = (layout.share(size) if isinstance(layout, KvLayout) else layout for layout in self.layouts)
+        layouts: list[Layout] = []
+        for layout in self.layouts:
+            if isinstance(layout, KvLayout):
+                layouts.append(layout.share(size))
+            else:
+                layouts.append(layout)
         return replace(self, layouts=tuple(layouts))
 
     @property
@@ -166,7 +180,11 @@ class Geometry:
     @property
     def least_chunk(self) -> int:
         """Least number of tokens of a chunk behind a prefix: shorter chunks change the result."""
-        return max((layout.least_chunk for layout in self.layouts if isinstance(layout, StateLayout)), default=1)
+        least = 1
+        for layout in self.layouts:
+            if isinstance(layout, StateLayout):
+                least = max(least, layout.least_chunk)
+        return least
 
     def why_no_own_attention(self) -> str | None:
         """Return why the runtime cannot compute attention to K and V instead of the model; None if it can."""
@@ -176,43 +194,50 @@ class Geometry:
             return "its layers keep latents"
         return self.family.eager_only
 
-    def layers(self, model: Any) -> Sequence[Any]:
+    def layers(self, model: PreTrainedModel) -> Sequence[nn.Module]:
         """Return the decoder layers, first layer first."""
         return list(getattr(model.base_model, self.family.layers))
 
-    def mixer_of(self, layer: Any) -> tuple[Any, Any]:
+    def mixer_of(self, layer: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         """Return the module of a decoder layer that mixes tokens, and the module that projects its output.
 
         Both are None for a layer without a mixer.
         """
-        modules = [(getattr(layer, mixer, None), output) for mixer, output in self.family.mixers]
-        return next(((one, getattr(one, output)) for one, output in modules if hasattr(one, output)), (None, None))
+        for mixer_name, output_name in self.family.mixers:
+            mixer = getattr(layer, mixer_name, None)
+            if hasattr(mixer, output_name):
+                return mixer, getattr(mixer, output_name)
+        return None, None
 
 
-def _layout(mixer: Mixer | None, config: Any, attention: Attention) -> Layout:
+def _layout(mixer: Mixer | None, config: PreTrainedConfig, attention: Attention) -> Layout:
     """Return the layout of a layer with this mixer."""
     if mixer is None:
         return None
     if isinstance(mixer, Recurrence):
-        is_mamba = mixer.kind == "mamba2"
-        widths = (mixer.key_head_dim, mixer.value_head_dim)
+        head_shape = (mixer.key_head_dim, mixer.value_head_dim)
+        least_chunk = 1
+        if mixer.kind == "mamba2":
+            head_shape = (mixer.value_head_dim, mixer.key_head_dim)
+            least_chunk = 2  # for a single token after a state, transformers computes Mamba-2 without time_step_min
         return StateLayout(
-            recurrent=(mixer.num_value_heads, *(widths[::-1] if is_mamba else widths)),
+            recurrent=(mixer.num_value_heads, *head_shape),
             conv_channels=mixer.conv_channels,
             conv_tokens=mixer.conv_kernel - 1,
-            # For a single token after a state, transformers computes Mamba-2 without time_step_min.
-            least_chunk=2 if is_mamba else 1,
+            least_chunk=least_chunk,
         )
     if isinstance(mixer, LatentAttention):
-        widths = (mixer.kv_lora_rank, mixer.qk_rope_head_dim)
-        return KvLayout(num_key_value_heads=1, head_dim=widths[0], v_head_dim=widths[1], is_latent=True)
+        return KvLayout(
+            num_key_value_heads=1, head_dim=mixer.kv_lora_rank, v_head_dim=mixer.qk_rope_head_dim, is_latent=True
+        )
     assert isinstance(mixer, Softmax)
     kv_heads = mixer.num_key_value_heads
     repeats = 1
     returned = 1
     if config.model_type == "falcon" and config.new_decoder_architecture:
         # Falcon 40B repeats each KV head for every query head that shares it, and expects repeated heads.
-        repeats = returned = mixer.num_attention_heads // kv_heads
+        repeats = mixer.num_attention_heads // kv_heads
+        returned = repeats
     elif config.model_type == "falcon" and kv_heads == 1 and attention != "eager":
         # SDPA is slowest with one KV head for many query heads. Repeating that head as a view takes no time or memory.
         returned = mixer.num_attention_heads
@@ -226,11 +251,11 @@ def _layout(mixer: Mixer | None, config: Any, attention: Attention) -> Layout:
     )
 
 
-def _check_rope(config: Any) -> None:
+def _check_rope(config: PreTrainedConfig) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [one for one in rope.values() if isinstance(one, dict)]
-    for one in by_layer_type or [rope]:
-        kind = one.get("rope_type", "default")
+    by_layer_type = [parameters for parameters in rope.values() if isinstance(parameters, dict)]
+    for parameters in by_layer_type or [rope]:
+        kind = parameters.get("rope_type", "default")
         if kind not in _STATIC_ROPE and not getattr(config, "alibi", False):
             accepted = f"one of {', '.join(_STATIC_ROPE)}: others rotate a chunk differently from the whole context"
             raise InputError("model: rope_type", kind, accepted)

@@ -120,7 +120,10 @@ def free_memory() -> float:
     """Return the bytes of this host's memory that a new process can use without swapping."""
     try:
         with open("/proc/meminfo", encoding="utf-8") as file:
-            kib = next(line.split()[1] for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return 1024.0 * float(kib)
+            for line in file:
+                if line.startswith("MemAvailable"):
+                    kib = line.split()[1]
+                    return 1024.0 * float(kib)
+    except OSError:
+        pass
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

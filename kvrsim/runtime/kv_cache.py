@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as functional
+from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionCacheLayerMixin
 
 from kvrsim.runtime.attention import repeat_heads
 from kvrsim.runtime.geometry import RECURRENT_BYTES, Geometry, KvLayout, StateLayout
 
 UpdateEvent = Literal["update", "updated", "scan"]
-Memory = list[Any]  # bytes of each layer, for several prefills in turn; None for a layer without a cache
+Memory = list[Tensor | None]  # bytes of each layer, for several prefills in turn; None for a layer without a cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +52,14 @@ class KvBuffer:
     has all tokens before the chunk.
     """
 
-    def __init__(self, geometry: Geometry, layout: KvLayout, chunk: Chunk, memory: Any = None) -> None:
+    def __init__(self, geometry: Geometry, layout: KvLayout, chunk: Chunk, memory: Tensor | None = None) -> None:
         """memory: see `memory_of`."""
         self.layout = layout
         self.chunk = chunk
         self.first_seen = layout.first_seen(chunk.start)
-        self.first = self.first_seen if chunk.total_len is None else 0  # position of the token in the first row
+        self.first = 0  # position of the token in the first row
+        if chunk.total_len is None:
+            self.first = self.first_seen
         self.total_len = chunk.total_len or chunk.end
         self.visible_len = chunk.visible_len or self.total_len
         if layout.sliding_window is not None and layout.sliding_window < self.total_len:
@@ -65,36 +68,36 @@ class KvBuffer:
         memory = memory_of(geometry, layout, chunk, memory)
         self.data = memory.view(geometry.dtype).view(-1, chunk.batch * layout.elements)
 
-    def incoming(self) -> Any:
+    def incoming(self) -> Tensor:
         """Return the rows to receive: the part of the prefix that the chunk attends to."""
         return self.rows(self.first_seen, self.chunk.start)
 
-    def outgoing(self) -> Any:
+    def outgoing(self) -> Tensor:
         """Return the rows to send: the part of the tokens up to the chunk's end that later tokens attend to."""
         return self.rows(self.layout.first_seen(self.chunk.end), self.chunk.end)
 
-    def write(self, keys: Any, values: Any) -> None:
+    def write(self, keys: Tensor, values: Tensor) -> None:
         """Write the chunk's K and V, in the model's layout, after the prefix."""
         step = self.layout.model_heads_per_kv_head
         stored_keys, stored_values = self.views(self.rows(self.chunk.start, self.chunk.end))
         stored_keys.copy_(keys[:, ::step])
         stored_values.copy_(values[:, ::step])
 
-    def keys_values(self) -> tuple[Any, Any]:
+    def keys_values(self) -> tuple[Tensor, Tensor]:
         """Return the K and V that attention sees, [B, H, S, D]: views, unless heads are repeated (Falcon 40B)."""
         heads = self.layout.returned_heads_per_kv_head * self.layout.num_key_value_heads
         keys, values = self.views(self.rows(self.first_seen, self.visible_len))
         return repeat_heads(keys, heads), repeat_heads(values, heads)
 
-    def rows(self, start: int, end: int) -> Any:
+    def rows(self, start: int, end: int) -> Tensor:
         """Return the contiguous rows of these tokens."""
         return self.data[start - self.first : end - self.first]
 
-    def views(self, rows: Any) -> tuple[Any, Any]:
+    def views(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return K and V of rows in this layout (of this buffer or another): [B, Hkv, S, D]."""
         shape = (self.chunk.batch, self.layout.num_key_value_heads, -1)
         columns = rows.tensor_split((prod(shape[:2]) * self.layout.head_dim,), dim=1)
-        keys, values = (part.unflatten(1, shape).permute(1, 2, 0, 3) for part in columns)
+        keys, values = [part.unflatten(1, shape).permute(1, 2, 0, 3) for part in columns]
         return keys, values
 
 
@@ -104,7 +107,7 @@ class StateBuffer:
     `recurrent`: fp32, [B, *recurrent]; `conv`: the convolution's last inputs, [B, channels, tokens]. Both are views.
     """
 
-    def __init__(self, geometry: Geometry, layout: StateLayout, chunk: Chunk, memory: Any = None) -> None:
+    def __init__(self, geometry: Geometry, layout: StateLayout, chunk: Chunk, memory: Tensor | None = None) -> None:
         """memory: see `memory_of`."""
         self.layout = layout
         self.chunk = chunk
@@ -113,13 +116,13 @@ class StateBuffer:
         self.recurrent = self.data[:split].view(torch.float32).view(chunk.batch, *layout.recurrent)
         self.conv = self.data[split:].view(geometry.dtype).view(chunk.batch, layout.conv_channels, layout.conv_tokens)
 
-    def incoming(self) -> Any:
+    def incoming(self) -> Tensor:
         """Return the memory of the state before the chunk."""
         if self.chunk.start:
             return self.data
         return self.data[:0]
 
-    def outgoing(self) -> Any:
+    def outgoing(self) -> Tensor:
         """Return the memory of the state after the chunk."""
         return self.data
 
@@ -131,23 +134,30 @@ def make_buffers(
     geometry: Geometry, chunk: Chunk, memory: Memory | None = None, kv_buffer: type[KvBuffer] = KvBuffer
 ) -> list[Buffer]:
     """Return the buffers of all layers; kv_buffer: class of the buffers of K and V."""
-    kinds: dict[Any, Any] = {KvLayout: kv_buffer, StateLayout: StateBuffer}
     memory = memory or [None] * geometry.num_hidden_layers
     buffers: list[Buffer] = []
     for layout, layer_memory in zip(geometry.layouts, memory, strict=True):
         if layout is None:
             buffers.append(None)
+        elif isinstance(layout, StateLayout):
+            buffers.append(StateBuffer(geometry, layout, chunk, layer_memory))
         else:
-            buffers.append(kinds[type(layout)](geometry, layout, chunk, layer_memory))
+            buffers.append(kv_buffer(geometry, layout, chunk, layer_memory))
     return buffers
 
 
 def allocate(geometry: Geometry, chunk: Chunk) -> Memory:
     """Allocate memory for a chunk in each layer, which several prefills use in turn."""
-    return [None if layout is None else memory_of(geometry, layout, chunk) for layout in geometry.layouts]
+    memory: Memory = []
+    for layout in geometry.layouts:
+        if layout is None:
+            memory.append(None)
+        else:
+            memory.append(memory_of(geometry, layout, chunk))
+    return memory
 
 
-def memory_of(geometry: Geometry, layout: KvLayout | StateLayout, chunk: Chunk, memory: Any = None) -> Any:
+def memory_of(geometry: Geometry, layout: KvLayout | StateLayout, chunk: Chunk, memory: Tensor | None = None) -> Tensor:
     """Return memory for a layer: part of `memory`, or new memory if `memory` is None or too small.
 
     New memory is zeroed, because even masked values must be numbers.
@@ -179,7 +189,7 @@ class PrefixCache(Cache):  # type: ignore[misc]
         self.listener = listener or CacheListener()
         super().__init__(layers=[self._layer(index, buffer) for index, buffer in enumerate(buffers)])
 
-    def _layer(self, index: int, buffer: Buffer) -> Any:
+    def _layer(self, index: int, buffer: Buffer) -> DummyLayer | _StateLayer | _PrefixLayer:
         if buffer is None:
             return DummyLayer()
         if isinstance(buffer, StateBuffer):
@@ -191,7 +201,7 @@ class PrefixCache(Cache):  # type: ignore[misc]
         """Largest number of tokens that attention sees in any layer."""
         return max(buffer.visible_len for buffer in self.buffers if isinstance(buffer, KvBuffer))
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Any:
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
         """Return the convolution's inputs before the chunk, None if there are none; transformers calls this."""
         layer = self.layers[layer_idx]
         # For a single token, models update these inputs in place; otherwise they read them later, in
@@ -224,10 +234,12 @@ class _PrefixLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
         self.is_sliding = buffer.layout.sliding_window is not None
 
-    def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the buffer exists already."""
 
-    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         self.listener.on_update("update", self.index)
         self.buffer.write(key_states, value_states)
         self.listener.before_attention(self.index)
@@ -239,7 +251,7 @@ class _PrefixLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return the position of the chunk's first token, which determines masks and rotary embeddings."""
         return self.buffer.chunk.start
 
-    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the number of tokens that attention sees, and the position of the first one."""
         return self.buffer.visible_len - self.buffer.first_seen, self.buffer.first_seen
 
@@ -256,10 +268,11 @@ class _StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         self.index = index
         self.buffer = buffer
         if buffer.chunk.start:
-            self.conv_states[0], self.recurrent_states[0] = buffer.conv, buffer.recurrent
+            self.conv_states[0] = buffer.conv
+            self.recurrent_states[0] = buffer.recurrent
             self.has_previous_state[0] = True
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+    def lazy_initialization(self, *args: object, **kwargs: object) -> None:
         """Do nothing: the buffer exists already."""
 
     def fetch(self) -> None:
@@ -268,16 +281,21 @@ class _StateLayer(LinearAttentionCacheLayerMixin):  # type: ignore[misc]
         self.listener.before_attention(self.index)
         self.listener.on_update("scan", self.index)
 
-    def update_conv_state(self, conv_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
         self.fetch()
         conv = self.buffer.conv
         tokens = self.buffer.layout.conv_tokens
-        inputs = torch.cat([conv, conv_states], dim=-1) if self.buffer.chunk.start else conv_states
+        inputs = conv_states
+        if self.buffer.chunk.start:
+            inputs = torch.cat([conv, conv_states], dim=-1)
         missing = tokens - inputs.shape[-1]
-        conv.copy_(functional.pad(inputs, (missing, 0)) if missing > 0 else inputs[..., inputs.shape[-1] - tokens :])
+        if missing > 0:
+            conv.copy_(functional.pad(inputs, (missing, 0)))
+        else:
+            conv.copy_(inputs[..., inputs.shape[-1] - tokens :])
         return inputs
 
-    def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: object) -> Tensor:
         self.buffer.recurrent.copy_(recurrent_states)
         self.listener.after_scan(self.index)
         return self.buffer.recurrent

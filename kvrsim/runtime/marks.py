@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,10 +32,25 @@ from kvrsim.results.timeline import Span, SpanKind, SpanOp, Timeline
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.plan import REAL_RUNS
 
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
 # Cycles per second of a delay on the device. The value is above the clock of nearly all GPUs, so that the delay is at
 # least as long as requested.
 _CYCLES_PER_S = 2.0e9
 _EMPTY_MARKS = 8  # number of empty intervals before a forward
+
+
+class Moment(NamedTuple):
+    """A mark before its device time is known."""
+
+    name: str
+    layer: int | None
+    peer: int | None
+    nbytes: float
+    event: torch.cuda.Event | None  # the device's record; None: the host is the device
+    host_s: float  # time.monotonic()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,19 +72,19 @@ class MarkRecorder:
 
     def __init__(self) -> None:
         self.start_s = 0.0  # time.monotonic() of the first mark; the processes of one host share this clock
-        self.moments: list[tuple[dict[str, Any], Any, float]] = []  # fields, event and host time of each mark
+        self.moments: list[Moment] = []
 
     def start(self, hold_s: float = 0.0) -> None:
         """Remove all marks and wait for the device; then keep it busy for `hold_s`, so that the host runs ahead."""
         self.moments = []
 
-    def mark(self, name: str, layer: int | None = None, **message: Any) -> None:
-        """Record the host's time and the end of all earlier work on the device; `message` has peer and nbytes."""
+    def mark(self, name: str, layer: int | None = None, *, peer: int | None = None, nbytes: float = 0.0) -> None:
+        """Record the host's time and the end of all earlier work on the device; peer and nbytes: those of a message."""
         event = self._event()
         now_s = time.monotonic()
         if not self.moments:
             self.start_s = now_s
-        self.moments.append((dict(name=name, layer=layer, **message), event, now_s))
+        self.moments.append(Moment(name, layer, peer, nbytes, event, now_s))
 
     def wait(self) -> None:
         """Return when the device has finished all issued work."""
@@ -78,16 +93,25 @@ class MarkRecorder:
         """Wait for the device; return all marks since `start`, in order."""
         self.wait()
         marks = []
-        for fields, event, now_s in self.moments:
-            host_s = now_s - self.start_s
-            marks.append(Mark(**fields, device_s=self._device_s(event, host_s), host_s=host_s))
+        for moment in self.moments:
+            host_s = moment.host_s - self.start_s
+            device_s = self._device_s(moment.event, host_s)
+            mark = Mark(
+                name=moment.name,
+                layer=moment.layer,
+                device_s=device_s,
+                host_s=host_s,
+                peer=moment.peer,
+                nbytes=moment.nbytes,
+            )
+            marks.append(mark)
         return marks
 
-    def _event(self) -> Any:
+    def _event(self) -> torch.cuda.Event | None:
         """Return the device's record of a mark."""
         return None
 
-    def _device_s(self, event: Any, host_s: float) -> float:
+    def _device_s(self, event: torch.cuda.Event | None, host_s: float) -> float:
         """Return the device's time of a mark, in seconds since the first mark."""
         return host_s
 
@@ -113,19 +137,24 @@ class CudaClock(MarkRecorder):
             self.cuda._sleep(round(hold_s * _CYCLES_PER_S))
 
     def wait(self) -> None:
-        (self.cuda if self.all_streams else self.cuda.current_stream()).synchronize()
+        if self.all_streams:
+            self.cuda.synchronize()
+        else:
+            self.cuda.current_stream().synchronize()
 
-    def _event(self) -> Any:
+    def _event(self) -> torch.cuda.Event | None:
         event = self.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _device_s(self, event: Any, host_s: float) -> float:
-        milliseconds: float = self.moments[0][1].elapsed_time(event)
+    def _device_s(self, event: torch.cuda.Event | None, host_s: float) -> float:
+        first = self.moments[0].event
+        assert first is not None
+        milliseconds: float = first.elapsed_time(event)
         return milliseconds / 1e3
 
 
-def clock_of(device: Any, *, all_streams: bool = False) -> MarkRecorder:
+def clock_of(device: torch.device | str, *, all_streams: bool = False) -> MarkRecorder:
     """Return the clock of a torch device, or of a type of device ("cpu" or "cuda")."""
     if getattr(device, "type", device) != "cuda":
         return MarkRecorder()
@@ -148,17 +177,21 @@ def without_marks(marks: Sequence[Mark]) -> list[Mark]:
     empty = marks[: _EMPTY_MARKS + 1]
     rest = marks[_EMPTY_MARKS + 1 :]
     gaps = [after.device_s - before.device_s for before, after in pairwise(empty)]
-    one_s = float(np.median(gaps)) if gaps else 0.0
+    mark_s = 0.0
+    if gaps:
+        mark_s = float(np.median(gaps))
     reduced: list[Mark] = []
     for passed, mark in enumerate(rest):
-        device_s = mark.device_s - passed * one_s
-        reduced.append(replace(mark, device_s=max(device_s, reduced[-1].device_s) if reduced else device_s))
+        device_s = mark.device_s - passed * mark_s
+        if reduced:
+            device_s = max(device_s, reduced[-1].device_s)
+        reduced.append(replace(mark, device_s=device_s))
     return reduced
 
 
 @contextmanager
 def hooked(
-    model: Any,
+    model: PreTrainedModel,
     geometry: Geometry,
     clock: MarkRecorder,
     *,
@@ -173,7 +206,7 @@ def hooked(
     """
     with ExitStack() as stack:
 
-        def enclose(module: Any, before: str, after: str | None, layer: int | None = None) -> None:
+        def enclose(module: torch.nn.Module, before: str, after: str | None, layer: int | None = None) -> None:
             """Mark a module's begin and end; after: None for no mark at its end."""
             stack.callback(module.register_forward_pre_hook(lambda *_: clock.mark(before, layer)).remove)
             if after is not None:
@@ -181,7 +214,10 @@ def hooked(
 
         for index, layer in enumerate(geometry.layers(model), start=first_layer):
             _, output = geometry.mixer_of(layer)
-            enclose(layer, "output" if output is None else "layer", "layer_end", index)
+            begin = "layer"
+            if output is None:
+                begin = "output"
+            enclose(layer, begin, "layer_end", index)
             for part in parts:
                 enclose(layer.get_submodule(part), f">{part}", f"<{part}", index)
             if output is not None:
@@ -249,8 +285,7 @@ def own_spans(trace: RankTrace, strategy: str, offset_s: float = 0.0) -> Iterato
         name = running
         op = _OPS[running]
         if first.name == "wait":
-            gathers = "all-reduce" if payload == "collective" else "all-gather"
-            name = gathers if second.peer is None else f"{payload} from rank {second.peer}"
+            name = _wait_name(payload, second.peer)
             kind = "wait"
             op = payload
         elif first.name == "send" and second.name in _AFTER_SEND:  # gloo's send returns after the write to the socket
@@ -265,7 +300,9 @@ def own_spans(trace: RankTrace, strategy: str, offset_s: float = 0.0) -> Iterato
         elif running == "head" and not (trace.emits_token and second.name == "token"):
             continue
         if second.device_s > first.device_s:
-            layer = None if name == "head" else first.layer
+            layer = first.layer
+            if name == "head":
+                layer = None
             start_s = first.device_s + offset_s
             end_s = second.device_s + offset_s
             yield Span(rank=trace.rank, kind=kind, op=op, name=name, layer=layer, start_s=start_s, end_s=end_s)
@@ -273,22 +310,44 @@ def own_spans(trace: RankTrace, strategy: str, offset_s: float = 0.0) -> Iterato
 
 def _payload(strategy: str, *, is_state: bool) -> SpanOp:
     """Return the payload of the ranks' messages."""
-    return "state" if is_state else REAL_RUNS[strategy].payload
+    if is_state:
+        return "state"
+    return REAL_RUNS[strategy].payload
+
+
+def _wait_name(payload: SpanOp, peer: int | None) -> str:
+    """Name a wait: by the rank that it waits for, or by the collective."""
+    if peer is not None:
+        return f"{payload} from rank {peer}"
+    if payload == "collective":
+        return "all-reduce"
+    return "all-gather"
 
 
 def _transfers(trace: RankTrace, traces: Sequence[RankTrace], strategy: str, zero_s: float) -> Iterator[Span]:
     """Match the messages from a rank to each other rank; they arrive in the order of sending."""
-    arrivals = {
-        other.rank: iter([other.start_s + mark.device_s for mark in other.of("received") if mark.peer == trace.rank])
-        for other in traces
-    }
+    arrivals = {other.rank: _arrivals(other, trace.rank) for other in traces}
     states = {mark.layer for mark in trace.of("scan")}
     for send in trace.of("send"):
         assert send.peer is not None
         start_s = trace.start_s + send.device_s - zero_s
         end_s = next(arrivals[send.peer]) - zero_s
         payload = _payload(strategy, is_state=send.layer in states)
-        message: dict[str, Any] = dict(op=payload, layer=send.layer, peer=send.peer, nbytes=send.nbytes)
-        name = f"{payload} {trace.rank}→{send.peer}"
-        end_s = max(end_s, start_s)
-        yield Span(rank=trace.rank, kind="transfer", name=name, start_s=start_s, end_s=end_s, **message)
+        yield Span(
+            rank=trace.rank,
+            kind="transfer",
+            op=payload,
+            name=f"{payload} {trace.rank}→{send.peer}",
+            layer=send.layer,
+            start_s=start_s,
+            end_s=max(end_s, start_s),
+            peer=send.peer,
+            nbytes=send.nbytes,
+        )
+
+
+def _arrivals(trace: RankTrace, src: int) -> Iterator[float]:
+    """Yield the times at which a rank has received the messages from rank `src`, by its host's clock."""
+    for mark in trace.of("received"):
+        if mark.peer == src:
+            yield trace.start_s + mark.device_s

@@ -7,9 +7,10 @@ import platform
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+from torch import Tensor
 
 from kvrsim.runtime.exchange import Exchange, exchange_of, make_exchange
 from kvrsim.runtime.faults import Fault, RankError
@@ -20,6 +21,9 @@ from kvrsim.runtime.model import ModelForward, load_model
 from kvrsim.runtime.plan import Difference, Job, ModelChoice, Parts, Report, RunPlan, Timing
 from kvrsim.runtime.transport import Pending, Transport
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 Result = TypeVar("Result")
 
 
@@ -28,16 +32,17 @@ def agree(transport: Transport, forward: ModelForward, facts: Mapping[str, str])
 
     If some differ from those of rank 0, every rank raises RankError naming them.
     """
-    own = {**facts, **versions(), "model": forward.digest, "transport": transport.name}
-    first, *others = transport.exchange(own)
-    differences = [
-        (rank, f"{fact} is {value}, but {first[fact]} on rank 0")
-        for rank, theirs in enumerate(others, start=1)
-        for fact in sorted(first)
-        if (value := theirs.get(fact, "nothing")) != first[fact]
-    ]
-    if differences:
-        raise RankError([Fault(rank=rank, kind="mismatch", message=message) for rank, message in differences])
+    facts_of_rank = {**facts, **versions(), "model": forward.digest, "transport": transport.name}
+    expected, *others = transport.exchange(facts_of_rank)
+    faults = []
+    for rank, facts_there in enumerate(others, start=1):
+        for fact in sorted(expected):
+            value = facts_there.get(fact, "nothing")
+            if value != expected[fact]:
+                message = f"{fact} is {value}, but {expected[fact]} on rank 0"
+                faults.append(Fault(rank=rank, kind="mismatch", message=message))
+    if faults:
+        raise RankError(faults)
 
 
 class Stopwatch:
@@ -49,8 +54,11 @@ class Stopwatch:
         self.forward = forward
         self.seed = seed
         self.one_host = len(set(transport.exchange(platform.node()))) == 1  # ranks on several hosts share no clock
-        chunks = [exchange_of(plan.strategy).chunk_of(plan, transport.rank, transport.size) for plan in plans]
-        rows = max(0 if chunk is None else chunk.total_len or chunk.end for chunk in chunks)
+        rows = 0
+        for plan in plans:
+            chunk = exchange_of(plan.strategy).chunk_of(plan, transport.rank, transport.size)
+            if chunk is not None:
+                rows = max(rows, chunk.total_len or chunk.end)
         self.memory = allocate(forward.geometry, Chunk(start=0, length=rows, batch=plans[0].batch))
         self._exchanges: dict[RunPlan, Exchange] = {}
 
@@ -68,8 +76,10 @@ class Stopwatch:
         trace = self.exchange(plan).prefill(prompt_of(self.forward, plan, self.seed))
         traces: list[RankTrace] = self.transport.exchange(trace)
         last = next(trace for trace in traces if trace.emits_token)
-        starts_s = [trace.start_s for trace in traces if trace.marks] if self.one_host else [last.start_s]
-        return last.end_s - min(starts_s)
+        start_s = last.start_s
+        if self.one_host:
+            start_s = min(trace.start_s for trace in traces if trace.marks)
+        return last.end_s - start_s
 
 
 def in_turn(transport: Transport, job: Job, prefill: Callable[[RunPlan], Result]) -> list[list[Result]]:
@@ -99,11 +109,9 @@ def measure(transport: Transport, forward: ModelForward, job: Job) -> Report:
     """
     plans = job.plans
     seed = job.model.seed
-    references: dict[int, Any] = {}
-    for plan in plans if job.check_logits else ():
-        last = exchange_of(plan.strategy).first_token_rank(plan, transport.size)
-        if plan.context_len not in references and transport.rank == last:
-            references[plan.context_len] = reference_of(forward.model, prompt_of(forward, plan, seed))
+    references: dict[int, Tensor] = {}
+    if job.check_logits:
+        references = _references(transport, forward, job)
     watch = Stopwatch(transport, forward, plans, seed)
     for plan in plans:  # prepare all plans before timing
         watch.exchange(plan)
@@ -111,16 +119,30 @@ def measure(transport: Transport, forward: ModelForward, job: Job) -> Report:
     for plan, seconds in zip(plans, in_turn(transport, job, watch.ttft_s), strict=True):
         exchange = watch.exchange(plan)
         trace = exchange.prefill(prompt_of(forward, plan, seed), hooked=True)
-        is_compared = job.check_logits and trace.emits_token
-        own = difference(exchange, references[plan.context_len]) if is_compared else None
-        traces, differences = zip(*transport.exchange((trace, own)), strict=True)
-        one = next((one for one in differences if one is not None), None)
+        compared = None
+        if job.check_logits and trace.emits_token:
+            compared = difference(exchange, references[plan.context_len])
+        traces: list[RankTrace] = []
+        for trace_there, compared_there in transport.exchange((trace, compared)):
+            traces.append(trace_there)
+            compared = compared or compared_there  # only the rank that emits the token has compared
         timeline = timeline_of(plan.strategy, traces)
-        timings.append(Timing(plan=plan, ttft_s=tuple(seconds), timeline=timeline, difference=one))
+        timings.append(Timing(plan=plan, ttft_s=tuple(seconds), timeline=timeline, difference=compared))
     return Report(timings=tuple(timings), conditions=conditions_of(transport, forward))
 
 
-def prompt_of(forward: ModelForward, plan: RunPlan, seed: int) -> Any:
+def _references(transport: Transport, forward: ModelForward, job: Job) -> dict[int, Tensor]:
+    """Return the logits of one process by context length, for the plans whose first token this rank emits."""
+    references: dict[int, Tensor] = {}
+    for plan in job.plans:
+        last = exchange_of(plan.strategy).first_token_rank(plan, transport.size)
+        if plan.context_len not in references and transport.rank == last:
+            prompt = prompt_of(forward, plan, job.model.seed)
+            references[plan.context_len] = reference_of(forward.model, prompt)
+    return references
+
+
+def prompt_of(forward: ModelForward, plan: RunPlan, seed: int) -> Tensor:
     """Return random token ids [B, C] on the rank's device, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, forward.vocab_size, (plan.batch, plan.context_len), generator=generator)
@@ -145,14 +167,15 @@ def conditions_of(transport: Transport, forward: ModelForward) -> dict[str, str]
 # Exactness: prefills on several ranks compared with one process.
 
 
-def reference_of(model: Any, ids: Any) -> Any:
+def reference_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Return the last token's logits, as computed by transformers alone in this process."""
     with torch.inference_mode():
         return model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
 
 
-def difference(exchange: Exchange, reference: Any) -> Difference:
+def difference(exchange: Exchange, reference: Tensor) -> Difference:
     """Compare the logits of the last prefill, on the rank that emits its token, with those of `reference_of`."""
+    assert exchange.logits is not None
     distance = (exchange.logits.float() - reference.float()).abs().max().item()
     return Difference(logits=distance, logits_scale=reference.abs().max().item())
 
@@ -177,7 +200,9 @@ def run_virtual(transport: Transport, job: Job) -> Report:
     forward = forward_of(job.model, transport)
     first = job.plans[0]
     ids = prompt_of(forward, first, job.model.seed)
-    reference = reference_of(forward.model, ids) if job.check_logits else None  # before buffers are made
+    reference = None
+    if job.check_logits:
+        reference = reference_of(forward.model, ids)  # before buffers are made
     memory = allocate(forward.geometry, Chunk(start=0, length=first.context_len, batch=first.batch))
     ranks = {plan: _virtual_ranks(forward, plan, memory) for plan in job.plans}
     differences: dict[RunPlan, Difference] = {}
@@ -188,11 +213,10 @@ def run_virtual(transport: Transport, job: Job) -> Report:
             differences[plan] = difference(ranks[plan][-1], reference)
         return parts
 
-    timings = tuple(
-        Timing(plan=plan, parts=tuple(parts), difference=differences.get(plan))
-        for plan, parts in zip(job.plans, in_turn(transport, job, prefill), strict=True)
-    )
-    return Report(timings=timings, conditions=conditions_of(transport, forward))
+    timings = []
+    for plan, parts in zip(job.plans, in_turn(transport, job, prefill), strict=True):
+        timings.append(Timing(plan=plan, parts=tuple(parts), difference=differences.get(plan)))
+    return Report(timings=tuple(timings), conditions=conditions_of(transport, forward))
 
 
 class _VirtualTransport(Transport):
@@ -203,10 +227,10 @@ class _VirtualTransport(Transport):
         self.size = size
         self.name = "virtual"
 
-    def isend(self, tensor: Any, dst: int) -> Pending:
+    def isend(self, tensor: Tensor, dst: int) -> Pending:
         return self
 
-    def irecv(self, tensor: Any, src: int) -> Pending:
+    def irecv(self, tensor: Tensor, src: int) -> Pending:
         return self
 
     def wait(self) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from kvrsim.choices import Attention
 from kvrsim.io.schema import JsonObject
@@ -19,6 +20,9 @@ from kvrsim.runtime.attention import attending as attention_by
 from kvrsim.runtime.geometry import DTYPES, Geometry, check_kernel, family_of
 from kvrsim.runtime.kv_cache import PrefixCache
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def load_model(
     config: str | Path | Mapping[str, object],
@@ -26,7 +30,7 @@ def load_model(
     device: str | torch.device = "cpu",
     attention: Attention = "sdpa",
     seed: int = 0,
-) -> Any:
+) -> PreTrainedModel:
     """Make a Hugging Face model with random weights, in evaluation mode; nothing is downloaded.
 
     config: a built-in name, a path to a config.json or its folder, or the content of such a file. dtype: a key of
@@ -39,8 +43,12 @@ def load_model(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     place = torch.device(device)
-    cuda = [torch.cuda.current_device()] if place.type == "cuda" else []
-    kernel = "sdpa" if attention == "flash" else attention
+    cuda: list[int] = []
+    if place.type == "cuda":
+        cuda.append(torch.cuda.current_device())
+    kernel = attention
+    if attention == "flash":
+        kernel = "sdpa"  # `use_flash` replaces it below
     with torch.random.fork_rng(devices=cuda), place:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(
@@ -72,7 +80,11 @@ def _config_fields(config: str | Path | Mapping[str, object]) -> dict[str, Any]:
         key = source.first_of("quantization_config", "compression_config")
         raise source.error(key, "nothing: the runtime runs models that are not quantised")
     unused = ("architectures", "torch_dtype", "dtype")
-    return {key: value for key, value in text.fields.items() if not key.startswith("_") and key not in unused}
+    fields = {}
+    for key, value in text.fields.items():
+        if not key.startswith("_") and key not in unused:
+            fields[key] = value
+    return fields
 
 
 class ModelForward:
@@ -83,7 +95,7 @@ class ModelForward:
     [c]; None: consecutive from `start`. attend: function that replaces the model's attention.
     """
 
-    def __init__(self, model: Any, geometry: Geometry | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, geometry: Geometry | None = None) -> None:
         """geometry: that of a part of the model; None: that of the whole model."""
         self.model = model
         self.geometry = geometry or Geometry.of(model)
@@ -92,26 +104,31 @@ class ModelForward:
 
     def __call__(
         self,
-        ids: Any,
+        ids: Tensor,
         start: int,
         cache: PrefixCache,
         *,
         is_last: bool,
-        positions: Any = None,
+        positions: Tensor | None = None,
         attend: Attend | None = None,
-    ) -> Any:
+    ) -> Tensor:
         inputs = self.inputs(ids, start, cache)
         if positions is not None:
             inputs["position_ids"] = positions.unsqueeze(0)
-        with nullcontext() if attend is None else attention_by(self.model, attend), torch.inference_mode():
+        attention: AbstractContextManager[None] = nullcontext()
+        if attend is not None:
+            attention = attention_by(self.model, attend)
+        with attention, torch.inference_mode():
             if is_last:
                 return self.model(**inputs, logits_to_keep=1).logits[:, -1]
             return self.model.base_model(**inputs).last_hidden_state
 
-    def inputs(self, ids: Any, start: int, cache: PrefixCache) -> dict[str, Any]:
+    def inputs(self, ids: Tensor, start: int, cache: PrefixCache) -> dict[str, Any]:
         """Return the model's arguments for tokens from `start` on: ids [B, c], or hidden states [B, c, hidden_size]."""
         positions = torch.arange(start, start + ids.shape[1], device=ids.device).unsqueeze(0)
-        name = "input_ids" if ids.dim() == 2 else "inputs_embeds"
+        name = "inputs_embeds"
+        if ids.dim() == 2:
+            name = "input_ids"
         inputs: dict[str, Any] = {name: ids, "position_ids": positions, "past_key_values": cache, "use_cache": True}
         visible_len = cache.visible_len
         if self.geometry.alibi or (start == 0 and visible_len > ids.shape[1]):
@@ -121,7 +138,7 @@ class ModelForward:
         return inputs
 
 
-def light_copy(model: Any) -> Any:
+def light_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Copy the modules of a model, but not its weights and buffers, so that parts can be removed from the copy."""
-    weights = {id(one): one for one in (*model.parameters(), *model.buffers())}
+    weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, weights)

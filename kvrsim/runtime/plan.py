@@ -35,8 +35,9 @@ def run_strategy(name: str) -> str:
     """Return the name of a registered strategy's run; raise InputError if the runtime cannot run the strategy."""
     if name not in RUN_STRATEGIES:
         accepted = f"what the runtime runs: {', '.join(RUN_STRATEGIES)}"
-        planned = "" if name in STRATEGIES else "; hybrids and strategies from elsewhere are planned and simulated only"
-        raise InputError("strategy", name, accepted + planned)
+        if name not in STRATEGIES:
+            accepted += "; hybrids and strategies from elsewhere are planned and simulated only"
+        raise InputError("strategy", name, accepted)
     return RUN_STRATEGIES[name]
 
 
@@ -92,11 +93,16 @@ class RunPlan:
     @property
     def label(self) -> str:
         """The plan as text, such as "kvr 28,42,26"."""
-        gathers = REAL_RUNS[self.strategy].payload == "all-gather"
-        gather = f" {self.gather}" if gathers else ""
-        stages = "" if self.stage_layers is None else f", layers {','.join(map(str, self.stage_layers))}"
-        blocks = f" in {','.join(str(max(one)) for one in self.query_blocks)} blocks" if self.query_blocks else ""
-        return f"{self.name}{gather} {self.chunks}{stages}{blocks}"
+        label = self.name
+        if REAL_RUNS[self.strategy].payload == "all-gather":
+            label += f" {self.gather}"
+        label += f" {self.chunks}"
+        if self.stage_layers is not None:
+            label += f", layers {','.join(map(str, self.stage_layers))}"
+        if self.query_blocks:
+            largest = [max(blocks_by_layer) for blocks_by_layer in self.query_blocks]
+            label += f" in {','.join(map(str, largest))} blocks"
+        return label
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,8 +23,11 @@ import traceback
 from collections.abc import Callable, Collection
 from functools import partial
 from multiprocessing import connection, forkserver, resource_tracker, util
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from textwrap import shorten
+from types import FrameType
 from typing import Any
 
 from kvrsim.errors import InputError, KvrsimError
@@ -92,14 +95,19 @@ def _run_as_one_rank(
             _pin(how, local, num_local)
             return transport.exchange(function(transport, *arguments))
     except (LinkError, MemoryError, RuntimeError) as error:
-        if isinstance(error, LinkError) or is_out_of_memory(error):
-            raise RankError(faults_of(error, rank, reached[-1] if reached else None)) from None
-        raise
+        if not isinstance(error, LinkError) and not is_out_of_memory(error):
+            raise
+        layer = None
+        if reached:
+            layer = reached[-1]
+        raise RankError(faults_of(error, rank, layer)) from None
 
 
 def _of_rank_0(rank: int, report: OnProgress | None) -> OnProgress:
     """Return the function that receives a rank's progress: `report` on rank 0; the progress of others is ignored."""
-    return report if rank == 0 and report is not None else lambda *_: None
+    if rank == 0 and report is not None:
+        return report
+    return lambda *_: None
 
 
 def _torchrun_variable(name: str) -> int:
@@ -135,7 +143,7 @@ class RankPool:
         self._handled = _unwind_on_ending_signals()
         self._folder = tempfile.mkdtemp(prefix="kvrsim-", dir=_own_folder())
         self._pipes: dict[int, Pipe] = {}
-        self._processes: dict[int, Any] = {}
+        self._processes: dict[int, BaseProcess] = {}
         try:
             context = _context()
             # Layers that the ranks have reached, -1 before the first. There is no lock, because a rank that dies must
@@ -222,7 +230,9 @@ class RankPool:
                     on_progress(*answer)
             if faults:
                 end_s = min(end_s, time.monotonic() + _GRACE_S)
-        late = "no answer" if faults else f"no answer within {timeout_s:g} s"
+        late = f"no answer within {timeout_s:g} s"
+        if faults:
+            late = "no answer"
         faults += [self._fault(rank, "silent", late) for rank in waiting.values()]
         if faults:
             raise RankError(list(dict.fromkeys(faults)))
@@ -242,7 +252,7 @@ class RankPool:
         return Fault(rank=rank, kind=kind, message=message, layer=_layer_of(self._layers, rank))
 
 
-def _serve(pipe: Pipe, make: Callable[..., Any], rank: int, folder: str, layers: Any) -> None:
+def _serve(pipe: Pipe, make: Callable[..., Any], rank: int, folder: str, layers: ctypes.Array[ctypes.c_int]) -> None:
     """Run a rank's process: execute commands from the pipe until it closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool handles Ctrl-C
     if sys.platform == "linux":  # a stopped rank must continue, and so end, when the server and the pool end
@@ -258,7 +268,7 @@ def _serve(pipe: Pipe, make: Callable[..., Any], rank: int, folder: str, layers:
     threading.Thread(target=_listen, args=(pipe, commands, folder), daemon=True).start()
     _bind_to_loopback()
 
-    def send(kind: str, value: Any) -> None:
+    def send(kind: str, value: object) -> None:
         pipe.send_bytes(pickle.dumps((kind, value)))
 
     try:
@@ -296,7 +306,9 @@ def _listen(pipe: Pipe, commands: queue.SimpleQueue[bytes], folder: str) -> None
 
 def _bind_to_loopback() -> None:
     """Make gloo and NCCL listen only on the loopback interface; overrides the environment."""
-    loopback = "lo" if sys.platform == "linux" else "lo0"
+    loopback = "lo0"
+    if sys.platform == "linux":
+        loopback = "lo"
     os.environ |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
 
 
@@ -308,17 +320,19 @@ def _unwind_on_ending_signals() -> list[int]:
     """
     if threading.current_thread() is not threading.main_thread():
         return []
-    ours: list[int] = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) is signal.SIG_DFL]
-    for number in ours:
-        signal.signal(number, _exit_by_signal)
-    return ours
+    handled: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _exit_by_signal)
+            handled.append(number)
+    return handled
 
 
-def _exit_by_signal(number: int, frame: Any) -> None:
+def _exit_by_signal(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)  # exit code of shells for a process that a signal ended
 
 
-def _context() -> Any:
+def _context() -> ForkServerContext:
     """Return the context that forks processes from a server with torch loaded.
 
     Ctrl-C is blocked while the server starts: the server and all ranks inherit this, and only the pool handles Ctrl-C.
@@ -351,8 +365,11 @@ def _own_folder() -> Path:
     return folder
 
 
-def _layer_of(layers: Any, rank: int) -> int | None:
-    return layers[rank] if layers[rank] >= 0 else None
+def _layer_of(layers: ctypes.Array[ctypes.c_int], rank: int) -> int | None:
+    layer: int = layers[rank]
+    if layer < 0:
+        return None
+    return layer
 
 
 def _log_path(folder: str, rank: int) -> Path:
@@ -363,6 +380,10 @@ def _death(exitcode: int | None, log: Path) -> str:
     """Describe the end of a process by the signal that killed it, or by the last line of its log."""
     if exitcode is not None and exitcode < 0:
         return f"killed by {signal.Signals(-exitcode).name}"
-    lines = log.read_text("utf-8", "replace").strip().splitlines() if log.exists() else []
-    output = f", after saying: {shorten(lines[-1], _MAX_OUTPUT, placeholder='...')}" if lines else ""
-    return f"ended without an answer (exit code {exitcode}){output}"
+    end = f"ended without an answer (exit code {exitcode})"
+    lines: list[str] = []
+    if log.exists():
+        lines = log.read_text("utf-8", "replace").strip().splitlines()
+    if lines:
+        end += f", after saying: {shorten(lines[-1], _MAX_OUTPUT, placeholder='...')}"
+    return end

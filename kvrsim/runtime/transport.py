@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from kvrsim.choices import RankBackend
 from kvrsim.errors import InputError
@@ -45,37 +46,38 @@ class Transport(ABC):
     name: str  # name, such as "gloo"
     rank: int
     size: int  # number of ranks
-    device: Any = torch.device("cpu")  # device on which this rank computes
+    device: torch.device = torch.device("cpu")  # device on which this rank computes
     slot = RankSlot(rank=0, store="")  # connections to the process that started the rank
 
     @cached_property
-    def _scratch(self) -> dict[Any, Any]:
+    def _scratch(self) -> dict[tuple[str, int, torch.Size, torch.dtype], Tensor]:
         """Scratch memory by purpose and shape."""
         return {}
 
     @abstractmethod
-    def isend(self, tensor: Any, dst: int) -> Pending:
+    def isend(self, tensor: Tensor, dst: int) -> Pending:
         """Start to send a contiguous tensor, which must not change until `wait` returns."""
 
     @abstractmethod
-    def irecv(self, tensor: Any, src: int) -> Pending:
+    def irecv(self, tensor: Tensor, src: int) -> Pending:
         """Start to receive into a contiguous tensor. The n-th message on an edge goes to its n-th posted receive."""
 
-    def isend_next(self, tensor: Any) -> Pending:
+    def isend_next(self, tensor: Tensor) -> Pending:
         """Start to send to rank + 1."""
         return self.isend(tensor, (self.rank + 1) % self.size)
 
-    def irecv_prev(self, tensor: Any) -> Pending:
+    def irecv_prev(self, tensor: Tensor) -> Pending:
         """Start to receive from rank - 1."""
         return self.irecv(tensor, (self.rank - 1) % self.size)
 
-    def shift(self, own: Any, landing: Any) -> None:
-        """Send `own` to rank + 1 and receive `landing` from rank - 1."""
-        messages = self.irecv_prev(landing), self.isend_next(own)
-        for message in messages:
-            message.wait()
+    def shift(self, leaving: Tensor, landing: Tensor) -> None:
+        """Send `leaving` to rank + 1 and receive `landing` from rank - 1."""
+        receive = self.irecv_prev(landing)
+        send = self.isend_next(leaving)
+        receive.wait()
+        send.wait()
 
-    def ring_all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
+    def ring_all_gather(self, whole: Tensor, boundaries: Sequence[int]) -> None:
         """All-gather the rows of `whole`; this rank's rows are from boundaries[rank] to boundaries[rank + 1].
 
         In each of p - 1 steps, each rank sends on the rows that it has received last, its own rows first.
@@ -84,7 +86,7 @@ class Transport(ABC):
         for step in range(self.size - 1):
             self.shift(pieces[self.rank - step], pieces[self.rank - step - 1])
 
-    def ring_all_reduce(self, flat: Any) -> None:
+    def ring_all_reduce(self, flat: Tensor) -> None:
         """Replace `flat`, [n], by its sum over ranks: reduce-scatter, then all-gather (Patarasuk and Yuan, 2009)."""
         scratch = self._scratch_rows("ring", flat, -(-len(flat) // self.size))
         boundaries = [len(flat) * piece // self.size for piece in range(self.size + 1)]
@@ -98,20 +100,21 @@ class Transport(ABC):
     def connect(self, edges: Sequence[Edge]) -> None:  # noqa: B027 - not all transports have edges
         """Set up edges in addition to those of the ring; every rank calls this with the same edges."""
 
-    def all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
+    def all_gather(self, whole: Tensor, boundaries: Sequence[int]) -> None:
         """All-gather with the backend's collective if there is one, else as `ring_all_gather`."""
         self.ring_all_gather(whole, boundaries)
 
-    def all_reduce(self, tensor: Any) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Replace a contiguous tensor by its sum over ranks."""
         self.ring_all_reduce(tensor.view(-1))
 
-    def _scratch_rows(self, purpose: str, like: Any, rows: int, device: Any = None) -> Any:
+    def _scratch_rows(self, purpose: str, like: Tensor, rows: int, device: torch.device | str | None = None) -> Tensor:
         """Return rows of scratch memory, by default on the device of `like`; they are allocated once per shape."""
         key = (purpose, rows, like.shape[1:], like.dtype)
         if key not in self._scratch:
-            place = like.device if device is None else device
-            self._scratch[key] = torch.zeros(rows, *like.shape[1:], dtype=like.dtype, device=place)
+            if device is None:
+                device = like.device
+            self._scratch[key] = torch.zeros(rows, *like.shape[1:], dtype=like.dtype, device=device)
         return self._scratch[key]
 
     def exchange(self, value: Any) -> list[Any]:
@@ -135,7 +138,7 @@ class LinkGroups:
         *,
         rank: int,
         backend: str,
-        device: Any,
+        device: torch.device | str,
         edges: Sequence[Edge],
         gathers: Sequence[Sequence[int]],
         timeout_s: float,
@@ -156,19 +159,19 @@ class LinkGroups:
                 self._edges[edge] = self._group(edge, is_edge=True)
                 self._use(edge)
 
-    def isend(self, edge: Edge, tensor: Any) -> Any:
+    def isend(self, edge: Edge, tensor: Tensor) -> dist.Work:
         """Start to send along an edge from this rank."""
         return dist.isend(tensor, edge[1], group=self._edges[edge])
 
-    def irecv(self, edge: Edge, tensor: Any) -> Any:
+    def irecv(self, edge: Edge, tensor: Tensor) -> dist.Work:
         """Start to receive along an edge to this rank."""
         return dist.irecv(tensor, edge[0], group=self._edges[edge])
 
-    def all_gather(self, ranks: Sequence[int], whole: Any, piece: Any) -> None:
+    def all_gather(self, ranks: Sequence[int], whole: Tensor, piece: Tensor) -> None:
         """Gather equal pieces with the backend's collective."""
         dist.all_gather_single(whole, piece, group=self._gathers[tuple(ranks)])
 
-    def all_reduce(self, ranks: Sequence[int], tensor: Any) -> None:
+    def all_reduce(self, ranks: Sequence[int], tensor: Tensor) -> None:
         """Sum in place with the backend's collective."""
         dist.all_reduce(tensor, group=self._gathers[tuple(ranks)])
 
@@ -186,18 +189,23 @@ class LinkGroups:
                 self._synchronize()
 
     def _use(self, edge: Edge) -> None:
-        if self.rank in edge:
-            (self.isend if self.rank == edge[0] else self.irecv)(edge, self._token(1)).wait()
-            self._synchronize()
+        if self.rank not in edge:
+            return
+        if self.rank == edge[0]:
+            work = self.isend(edge, self._token(1))
+        else:
+            work = self.irecv(edge, self._token(1))
+        work.wait()
+        self._synchronize()
 
-    def _token(self, count: int) -> Any:
+    def _token(self, count: int) -> Tensor:
         return torch.zeros(count, dtype=torch.uint8, device=self.device)
 
     def _synchronize(self) -> None:
         if self.backend == "nccl":
             torch.cuda.synchronize()  # wait() only orders streams on the device
 
-    def _group(self, ranks: Sequence[int], *, is_edge: bool) -> Any:
+    def _group(self, ranks: Sequence[int], *, is_edge: bool) -> dist.ProcessGroup:
         """Make a group. An edge has few blocks, and a stream of high priority so that it does not wait for layers."""
         options = None
         if is_edge and self.backend == "nccl":
@@ -208,9 +216,11 @@ class LinkGroups:
         return dist.new_group(sorted(ranks), backend=self.backend, timeout=self._timeout, pg_options=options)
 
 
-def device_id(device: Any) -> str | None:
+def device_id(device: torch.device) -> str | None:
     """Return an identifier of a GPU that is unique over all hosts; None for a CPU."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def choose_backend(devices: Sequence[str | None], backend: RankBackend | None) -> RankBackend:
@@ -221,18 +231,22 @@ def choose_backend(devices: Sequence[str | None], backend: RankBackend | None) -
     distinct = None not in devices and len(set(devices)) == len(devices)
     if backend == "nccl" and not distinct:
         raise InputError("backend", "nccl", "gloo where ranks compute on a CPU or share a GPU")
-    return backend or ("nccl" if distinct else "gloo")
+    if backend is not None:
+        return backend
+    if distinct:
+        return "nccl"
+    return "gloo"
 
 
 @dataclasses.dataclass(slots=True)
 class _PendingMessage:
     """A torch.distributed work, the tensor that it must keep alive, and the target of a message in host memory."""
 
-    work: Any
-    tensor: Any
+    work: dist.Work
+    tensor: Tensor
     peer: int
     failure: str
-    target: Any = None
+    target: Tensor | None = None
 
     def wait(self) -> None:
         with _link_errors(self.peer, self.failure):
@@ -260,21 +274,28 @@ class DistributedTransport(Transport):
             torch.cuda.set_device(self.device)
         torch.set_num_threads(how.threads)
         self._everyone = range(self.size)
-        is_one = self.size == 1
-        if not is_one:
+        edges: list[Edge] = []
+        gathers: list[range] = []
+        if self.size > 1:
+            edges = [(rank, (rank + 1) % self.size) for rank in self._everyone]
+            gathers = [self._everyone]
             with _link_errors(None, "no connection to the other ranks"):
                 timeout = timedelta(seconds=how.timeout_s)
                 dist.init_process_group("gloo", slot.store, rank=self.rank, world_size=self.size, timeout=timeout)
         self.backend = choose_backend(self.exchange(device_id(self.device)), how.backend)
         self.staged = self.backend == "gloo" and self.device.type == "cuda"
-        self.name = "gloo through host memory" if self.staged else self.backend
+        self.name: str = self.backend
+        message_device: torch.device | str = self.device
+        if self.staged:
+            self.name = "gloo through host memory"
+            message_device = "cpu"
         with _link_errors(None, "no connection to the other ranks"):
             self._links = LinkGroups(
                 rank=self.rank,
                 backend=self.backend,
-                device="cpu" if self.staged else self.device,
-                edges=[] if is_one else [(rank, (rank + 1) % self.size) for rank in self._everyone],
-                gathers=[] if is_one else [self._everyone],
+                device=message_device,
+                edges=edges,
+                gathers=gathers,
                 timeout_s=how.timeout_s,
             )
 
@@ -282,39 +303,48 @@ class DistributedTransport(Transport):
         with _link_errors(None, "the links between the ranks cannot be set up"):
             self._links.add(edges)
 
-    def isend(self, tensor: Any, dst: int) -> Pending:
-        tensor = tensor.to("cpu") if self.staged else tensor
+    def isend(self, tensor: Tensor, dst: int) -> Pending:
+        if self.staged:
+            tensor = tensor.to("cpu")
         with _link_errors(dst, f"nothing can be sent to rank {dst}"):
             work = self._links.isend((self.rank, dst), tensor)
         return _PendingMessage(work, tensor, dst, f"not taken by rank {dst}")
 
-    def irecv(self, tensor: Any, src: int) -> Pending:
-        landing = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda) if self.staged else tensor
+    def irecv(self, tensor: Tensor, src: int) -> Pending:
+        landing = tensor
+        target = None
+        if self.staged:
+            landing = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            target = tensor
         with _link_errors(src, f"nothing can be received from rank {src}"):
             work = self._links.irecv((src, self.rank), landing)
-        return _PendingMessage(work, landing, src, f"nothing came from rank {src}", tensor if self.staged else None)
+        return _PendingMessage(work, landing, src, f"nothing came from rank {src}", target)
 
-    def all_gather(self, whole: Any, boundaries: Sequence[int]) -> None:
+    def all_gather(self, whole: Tensor, boundaries: Sequence[int]) -> None:
         """Gather with the backend's collective; pieces are padded to the longest one."""
         if self.size == 1:
             return
-        own = whole[boundaries[self.rank] : boundaries[self.rank + 1]]
+        rows = whole[boundaries[self.rank] : boundaries[self.rank + 1]]
         longest = max(end - start for start, end in pairwise(boundaries))
-        place = "cpu" if self.staged else None
-        gathered = self._scratch_rows("gathered", whole, self.size * longest, place)
-        piece = self._scratch_rows("piece", whole, longest, place)
-        piece[: len(own)].copy_(own)
+        device = None
+        if self.staged:
+            device = "cpu"
+        gathered = self._scratch_rows("gathered", whole, self.size * longest, device)
+        piece = self._scratch_rows("piece", whole, longest, device)
+        piece[: len(rows)].copy_(rows)
         with _link_errors(None, "the all-gather did not end"):
             self._links.all_gather(self._everyone, gathered, piece)
         for rank, (start, end) in enumerate(pairwise(boundaries)):
             if rank != self.rank:
                 whole[start:end].copy_(gathered[rank * longest : rank * longest + end - start])
 
-    def all_reduce(self, tensor: Any) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Sum with the backend's collective."""
         if self.size == 1:
             return
-        here = tensor.to("cpu") if self.staged else tensor
+        here = tensor
+        if self.staged:
+            here = tensor.to("cpu")
         with _link_errors(None, "the all-reduce did not end"):
             self._links.all_reduce(self._everyone, here)
         if self.staged:
@@ -322,23 +352,25 @@ class DistributedTransport(Transport):
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all ranks. Raises LinkError naming a rank that has sent unexpected data."""
-        own = pickle.dumps(value)
+        contents = [pickle.dumps(value)]
+        if self.size > 1:
+            contents = self._contents(contents[0])
         values = []
-        for rank, content in enumerate([own] if self.size == 1 else self._contents(own)):
+        for rank, content in enumerate(contents):
             try:
                 values.append(_DataUnpickler(io.BytesIO(content)).load())
             except Exception as error:  # any error: the content is not from one of our ranks
                 raise LinkError(rank, f"rank {rank} has sent something unexpected: {error}") from None
         return values
 
-    def _contents(self, own: bytes) -> list[bytes]:
-        """Return the bytes of all ranks. Ranks send their lengths first, then their bytes, padded."""
+    def _contents(self, content: bytes) -> list[bytes]:
+        """Return the bytes of all ranks; `content`: this rank's. Ranks send lengths first, then their bytes, padded."""
         with _link_errors(None, "the other ranks did not answer"):
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in self._everyone]
-            dist.all_gather(lengths, torch.tensor([len(own)]))
+            dist.all_gather(lengths, torch.tensor([len(content)]))
             counts = [int(length) for length in lengths]
             padded = torch.zeros(max(counts), dtype=torch.uint8)
-            padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+            padded[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             pieces = [torch.empty_like(padded) for _ in self._everyone]
             dist.all_gather(pieces, padded)
         return [piece[:count].numpy().tobytes() for piece, count in zip(pieces, counts, strict=True)]
@@ -390,8 +422,8 @@ def _link_errors(peer: int | None, what: str) -> Iterator[None]:
 class _StampedMessage:
     """A message and the stamp that is sent before it: the earliest time at which the receiver may see the message."""
 
-    def __init__(self, stamp: Any, *messages: Pending) -> None:
-        # stamp None: the sender's side
+    def __init__(self, stamp: Tensor | None, *messages: Pending) -> None:
+        """Take the messages in their order; stamp: None on the sender's side."""
         self.stamp = stamp
         self.messages = messages
 
@@ -413,7 +445,8 @@ class EmulatedTransport(DistributedTransport):
         """Connect as DistributedTransport. Raises InputError with NCCL, or where ranks run on several hosts."""
         super().__init__(how, slot, local)
         assert how.link is not None
-        link = self.link = how.link
+        link = how.link
+        self.link = link
         self._free_s = 0.0  # time.monotonic() from which this rank's link is free
         if self.backend == "nccl":
             raise InputError("backend", "nccl", "gloo under an emulated link: the host waits for messages")
@@ -422,13 +455,13 @@ class EmulatedTransport(DistributedTransport):
             raise InputError("link_bandwidth", f"ranks on {len(hosts)} hosts", "ranks of one host, which share a clock")
         self.name = f"emulated {link.bandwidth_bytes_per_s * 8e-9:g} Gbit/s, {link.latency_s * 1e6:g} us"
 
-    def isend(self, tensor: Any, dst: int) -> Pending:
+    def isend(self, tensor: Tensor, dst: int) -> Pending:
         """Send the arrival time, then the message. A rank's messages leave one after another."""
         self._free_s = max(self._free_s, time.monotonic()) + tensor.nbytes / self.link.bandwidth_bytes_per_s
         stamp = torch.tensor([self._free_s + self.link.latency_s], dtype=torch.float64)
         return _StampedMessage(None, super().isend(stamp, dst), super().isend(tensor, dst))
 
-    def irecv(self, tensor: Any, src: int) -> Pending:
+    def irecv(self, tensor: Tensor, src: int) -> Pending:
         stamp = torch.empty(1, dtype=torch.float64)
         return _StampedMessage(stamp, super().irecv(stamp, src), super().irecv(tensor, src))
 
@@ -438,6 +471,9 @@ class EmulatedTransport(DistributedTransport):
 
 def open_transport(how: RankSettings, slot: RankSlot, local: int) -> DistributedTransport:
     """Connect the `local`-th rank of this host to the others, and use each link once."""
-    transport = (DistributedTransport if how.link is None else EmulatedTransport)(how, slot, local)
+    if how.link is None:
+        transport = DistributedTransport(how, slot, local)
+    else:
+        transport = EmulatedTransport(how, slot, local)
     transport.warmup()
     return transport

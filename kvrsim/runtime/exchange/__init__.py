@@ -6,9 +6,11 @@ the model computes attention; in `own_attention`, the exchange does; `pipeline` 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
+
+from torch import Tensor
 
 from kvrsim.errors import InputError
 from kvrsim.runtime import marks
@@ -54,18 +56,22 @@ class Exchange(CacheListener):
         self.geometry = forward.geometry
         self.rank = transport.rank
         self.clock = marks.clock_of(self.geometry.device, all_streams=True)
-        self.logits: Any = None  # logits of the last token, [B, vocabulary], after a prefill, on the rank that emits it
-        self.layer: Any = None  # number of the layer that the rank has reached
+        self.logits: Tensor | None = (
+            None  # logits of the last token, [B, vocabulary], after a prefill, on the rank that emits it
+        )
+        self.layer = 0  # number of the layer that the rank has reached
         self._receives: dict[int, list[tuple[int, Pending]]] = {}  # source and message of each posted receive, by layer
         self._sends: list[Pending] = []
         self.chunk = self.chunk_of(plan, transport.rank, transport.size)
-        self.cache: Any = None if self.chunk is None else self.make_cache(self.chunk, memory)
+        self.cache: Any = None
+        if self.chunk is not None:
+            self.cache = self.make_cache(self.chunk, memory)
 
     # Decisions of the strategy before any rank runs.
 
     @classmethod
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Any:
-        """Return the tokens of a rank, a Chunk; None if the rank has no part."""
+        """Return the tokens of a rank, a Chunk; None if the rank has no part, which only `Single` has."""
         assert len(plan.partition.chunk_lens) == size, "one chunk per rank"
         start, end = plan.partition.boundaries[rank : rank + 2]
         return Chunk(start=start, length=end - start, batch=plan.batch)
@@ -101,40 +107,45 @@ class Exchange(CacheListener):
         """Return the rank's cache."""
         return PrefixCache(make_buffers(self.geometry, chunk, memory), self)
 
-    def prefill(self, input_ids: Any, *, hooked: bool = False) -> marks.RankTrace:
+    def prefill(self, input_ids: Tensor, *, hooked: bool = False) -> marks.RankTrace:
         """Prefill prompts [B, C], the same on every rank; all ranks start together and reuse their buffers.
 
         hooked: layers also mark their parts. Raises LinkError if a message does not arrive in time.
         """
-        self.layer = None
+        self.layer = 0
         self._receives.clear()
-        hooks = marks.hooked(self.forward.model, self.geometry, self.clock, first_layer=self.first_layer)
-        with hooks if hooked else nullcontext():
+        hooks: AbstractContextManager[None] = nullcontext()
+        if hooked:
+            hooks = marks.hooked(self.forward.model, self.geometry, self.clock, first_layer=self.first_layer)
+        with hooks:
             self.transport.barrier()
             self.clock.start()
             self.clock.mark("start")
             if self.cache is not None:
                 result = self.run(input_ids)
                 if self.emits_token:
+                    assert result is not None
                     self.logits = result
-                    self.logits.argmax(-1).tolist()  # the first token, which a user waits for
+                    result.argmax(-1).tolist()  # the first token, which a user waits for
             self.clock.mark("token")
-            recorded = tuple(self.clock.finish()) if self.cache is not None else ()
+            recorded: tuple[marks.Mark, ...] = ()
+            if self.cache is not None:
+                recorded = tuple(self.clock.finish())
             self.finish()
-        start_s = self.clock.start_s
-        emits = self.emits_token
-        return marks.RankTrace(rank=self.rank, start_s=start_s, marks=recorded, emits_token=emits)
+        return marks.RankTrace(rank=self.rank, start_s=self.clock.start_s, marks=recorded, emits_token=self.emits_token)
 
-    def run(self, input_ids: Any) -> Any:
+    def run(self, input_ids: Tensor) -> Tensor | None:
         """Run the rank's part in the prefill of [B, C]; the emitting rank returns the token's logits [B, vocabulary].
 
         It is not called on ranks that have no part.
         """
         ids = input_ids[:, self.chunk.start : self.chunk.end]
-        attend = self.attend if self.plan.query_blocks else None
+        attend = None
+        if self.plan.query_blocks:
+            attend = self.attend
         return self.forward(ids, self.chunk.start, self.cache, is_last=self.emits_token, attend=attend)
 
-    def attend(self, query: Any, scale: float | None) -> Any:
+    def attend(self, query: Tensor, scale: float | None) -> Tensor:
         """Attend to the tokens that the chunk sees, in the plan's query blocks (at most one per query)."""
         buffer = self.buffer(self.layer)
         blocks = self.plan.query_blocks[self.rank][self.layer]
@@ -160,15 +171,19 @@ class Exchange(CacheListener):
 
     # Messages of K and V, or of states.
 
-    def incoming(self, layer: int) -> list[tuple[int, Any]]:
+    def incoming(self, layer: int) -> list[tuple[int, Tensor]]:
         """Return the source and memory of each message that this rank needs in the layer, without empty messages."""
         message = self.buffer(layer).incoming()
-        return [(self.rank - 1, message)] if self.rank and message.nbytes else []
+        if self.rank == 0 or message.nbytes == 0:
+            return []
+        return [(self.rank - 1, message)]
 
-    def outgoing(self, layer: int) -> list[tuple[int, Any]]:
+    def outgoing(self, layer: int) -> list[tuple[int, Tensor]]:
         """Return destination and memory of each message that later ranks need in the layer, without empty messages."""
         message = self.buffer(layer).outgoing()
-        return [(self.rank + 1, message)] if self.rank < self.transport.size - 1 and message.nbytes else []
+        if self.rank == self.transport.size - 1 or message.nbytes == 0:
+            return []
+        return [(self.rank + 1, message)]
 
     def post(self, layer: int) -> None:
         """Post the receives of a layer: a message moves once its receive is posted."""
@@ -196,16 +211,19 @@ class Exchange(CacheListener):
         message.wait()
         self.clock.mark("received", layer, peer=src)
 
-    def gather(self, rows: Any, layer: int) -> None:
+    def gather(self, rows: Tensor, layer: int) -> None:
         """All-gather the chunks' rows of K and V, [C, W], with the plan's kind of all-gather."""
         if self.transport.size == 1:
             return
         self.clock.mark("wait", layer)
-        gather = self.transport.ring_all_gather if self.plan.gather == "ring" else self.transport.all_gather
-        gather(rows, self.plan.partition.boundaries)
+        boundaries = self.plan.partition.boundaries
+        if self.plan.gather == "ring":
+            self.transport.ring_all_gather(rows, boundaries)
+        else:
+            self.transport.all_gather(rows, boundaries)
         self.clock.mark("received", layer)
 
-    def send(self, message: Any, layer: int | None, dst: int) -> None:
+    def send(self, message: Tensor, layer: int | None, dst: int) -> None:
         """Start to send a message to another rank."""
         self.clock.mark("send", layer, peer=dst, nbytes=message.nbytes)
         self._sends.append(self.transport.isend(message, dst))

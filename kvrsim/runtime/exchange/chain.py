@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import Any
+
+from torch import Tensor
 
 from kvrsim.runtime.exchange import Exchange
 from kvrsim.runtime.kv_cache import Chunk, KvBuffer, Memory, PrefixCache
@@ -17,7 +19,9 @@ class Single(Exchange):
 
     @classmethod
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk | None:
-        return Chunk(start=0, length=plan.context_len, batch=plan.batch) if rank == size - 1 else None
+        if rank < size - 1:
+            return None
+        return Chunk(start=0, length=plan.context_len, batch=plan.batch)
 
 
 class ChainExchange(Exchange):
@@ -27,7 +31,7 @@ class ChainExchange(Exchange):
     receive is posted.
     """
 
-    def run(self, input_ids: Any) -> Any:
+    def run(self, input_ids: Tensor) -> Tensor | None:
         """Post the first layer's receives, then run the chunk."""
         self.post(self.geometry.linked_layers[0])
         return super().run(input_ids)
@@ -56,26 +60,33 @@ class DirectChain(ChainExchange):
     @classmethod
     def edges(cls, plan: RunPlan, size: int) -> list[Edge]:
         """Return the edges from each rank to all later ranks."""
-        return [(src, dst) for src in range(size) for dst in range(src + 1, size)]
+        return list(combinations(range(size), 2))
 
-    def incoming(self, layer: int) -> list[tuple[int, Any]]:
+    def incoming(self, layer: int) -> list[tuple[int, Tensor]]:
         """Return the visible part of each earlier rank's piece; it is received directly into the buffer."""
         buffer = self.buffer(layer)
         if not isinstance(buffer, KvBuffer):
             return super().incoming(layer)
-        pieces = enumerate(pairwise(self.plan.partition.boundaries[: self.rank + 1]))
-        pieces_in_view = [(src, max(start, buffer.first_seen), end) for src, (start, end) in pieces]
-        return [(src, buffer.rows(start, end)) for src, start, end in pieces_in_view if start < end]
+        messages = []
+        for src, (start, end) in enumerate(pairwise(self.plan.partition.boundaries[: self.rank + 1])):
+            first_seen = max(start, buffer.first_seen)
+            if first_seen < end:
+                messages.append((src, buffer.rows(first_seen, end)))
+        return messages
 
-    def outgoing(self, layer: int) -> list[tuple[int, Any]]:
+    def outgoing(self, layer: int) -> list[tuple[int, Tensor]]:
         """Return the chunk's K and V for each later rank, limited to the tokens that this rank sees."""
         buffer = self.buffer(layer)
         if not isinstance(buffer, KvBuffer):
             return super().outgoing(layer)
-        starts = enumerate(self.plan.partition.boundaries[self.rank + 1 : -1], start=self.rank + 1)
-        parts = [(dst, max(buffer.chunk.start, buffer.layout.first_seen(start))) for dst, start in starts]
-        end = buffer.chunk.end
-        return [(dst, buffer.rows(start, end)) for dst, start in parts if start < end]
+        chunk = buffer.chunk
+        messages = []
+        for dst in range(self.rank + 1, self.transport.size):
+            start_there = self.plan.partition.boundaries[dst]
+            first_seen = max(chunk.start, buffer.layout.first_seen(start_there))
+            if first_seen < chunk.end:
+                messages.append((dst, buffer.rows(first_seen, chunk.end)))
+        return messages
 
     def before_attention(self, layer: int) -> None:
         """Send the chunk's K and V to all later ranks, then wait for those of all earlier ranks."""
@@ -98,8 +109,10 @@ class GatherExchange(Exchange):
 
         transformers passes no mask for a single query; then later tokens are left out, too.
         """
-        dense = self.geometry.attention != "flash" and chunk.length > 1
-        return super().make_cache(replace(chunk, visible_len=chunk.total_len if dense else chunk.end), memory)
+        visible_len: int | None = chunk.end
+        if self.geometry.attention != "flash" and chunk.length > 1:
+            visible_len = chunk.total_len
+        return super().make_cache(replace(chunk, visible_len=visible_len), memory)
 
     def before_attention(self, layer: int) -> None:
         """Gather K and V, or wait for a state."""

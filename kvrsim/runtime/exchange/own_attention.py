@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise, permutations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvrsim.errors import InputError
 from kvrsim.runtime.attention import Merged, block_attention, lower_right
@@ -48,14 +49,14 @@ class OwnAttentionExchange(Exchange):
         return [range(start, end)]
 
     @cached_property
-    def positions(self) -> Any:
+    def positions(self) -> Tensor:
         """Positions of the rank's tokens, shape [c]."""
         runs = self.positions_of(self.plan, self.rank)
-        return torch.tensor([position for run in runs for position in run], device=self.geometry.device)
+        return torch.tensor(list(chain.from_iterable(runs)), device=self.geometry.device)
 
-    def run(self, input_ids: Any) -> Any:
-        own = dict(positions=self.positions, attend=self.attend)
-        return self.forward(input_ids[:, self.positions], 0, self.cache, is_last=self.emits_token, **own)
+    def run(self, input_ids: Tensor) -> Tensor | None:
+        ids = input_ids[:, self.positions]
+        return self.forward(ids, 0, self.cache, is_last=self.emits_token, positions=self.positions, attend=self.attend)
 
 
 def zigzag_pieces(plan: RunPlan, rank: int) -> list[range]:
@@ -77,13 +78,13 @@ class Zigzag(OwnAttentionExchange):
     positions_of = staticmethod(zigzag_pieces)
 
     @cached_property
-    def _whole(self) -> Any:
+    def _whole(self) -> Tensor:
         """K and V of all tokens, in the order of the context."""
-        own = self.buffer(self.geometry.linked_layers[0]).data
-        return own.new_zeros(self.plan.context_len, own.shape[1])
+        rows = self.buffer(self.geometry.linked_layers[0]).data
+        return rows.new_zeros(self.plan.context_len, rows.shape[1])
 
     @cached_property
-    def _pieces(self) -> Any:
+    def _pieces(self) -> Tensor:
         """Gathered K and V of all tokens, in the order of the ranks."""
         return torch.zeros_like(self._whole)
 
@@ -97,7 +98,7 @@ class Zigzag(OwnAttentionExchange):
             for run, part in zip(runs, self._pieces[start:end].split([len(run) for run in runs]), strict=True):
                 self._whole[run.start : run.stop].copy_(part)
 
-    def attend(self, query: Any, scale: float | None) -> Any:
+    def attend(self, query: Tensor, scale: float | None) -> Tensor:
         """Attend from each piece to all tokens up to its end."""
         buffer = self.buffer(self.layer)
         runs = zigzag_pieces(self.plan, self.rank)
@@ -113,14 +114,14 @@ class RingAttention(OwnAttentionExchange):
     """Ring attention with consecutive chunks: a rank sends the blocks of later ranks on without attending to them."""
 
     @cached_property
-    def _blocks(self) -> list[Any]:
+    def _blocks(self) -> list[Tensor]:
         """At most two buffers for others' blocks: attention reads one while the next block arrives in the other."""
-        own = self.buffer(self.geometry.linked_layers[0]).data
+        rows = self.buffer(self.geometry.linked_layers[0]).data
         size = self.transport.size
         longest = max(self.plan.partition.chunk_lens)
-        return [own.new_empty(longest, own.shape[1]) for _ in range(min(2, size - 1))]
+        return [rows.new_empty(longest, rows.shape[1]) for _ in range(min(2, size - 1))]
 
-    def attend(self, query: Any, scale: float | None) -> Any:
+    def attend(self, query: Tensor, scale: float | None) -> Tensor:
         """Attend to the rank's block while it is sent to the next rank, then to each received block; merge in fp32."""
         transport = self.transport
         lens = self.plan.partition.chunk_lens
@@ -138,9 +139,16 @@ class RingAttention(OwnAttentionExchange):
             self.clock.mark("attending", self.layer)
             queries, visible, causal = self.visible(owner)
             if visible:
-                keys, values = (part[:, :, :visible] for part in buffer.views(block))
-                part = query[:, :, queries:], keys, values, scale
-                merged.add(*block_attention(self.geometry.attention, *part, causal=causal), first=queries)
+                keys, values = buffer.views(block)
+                out, lse = block_attention(
+                    self.geometry.attention,
+                    query[:, :, queries:],
+                    keys[:, :, :visible],
+                    values[:, :, :visible],
+                    scale,
+                    causal=causal,
+                )
+                merged.add(out, lse, first=queries)
             if receive is not None:
                 self.wait_for(receive, self.layer, (self.rank - 1) % transport.size)
                 self.finish()
@@ -150,7 +158,10 @@ class RingAttention(OwnAttentionExchange):
 
     def visible(self, owner: int) -> tuple[int, int, bool]:
         """Return the first query that sees `owner`'s block, the number of keys, and whether a causal mask applies."""
-        return 0, self.plan.partition.chunk_lens[owner] if owner <= self.rank else 0, owner == self.rank
+        visible = 0
+        if owner <= self.rank:
+            visible = self.plan.partition.chunk_lens[owner]
+        return 0, visible, owner == self.rank
 
 
 class StripedRing(RingAttention):
@@ -196,7 +207,9 @@ class ZigzagRing(RingAttention):
         lens = self.plan.partition.chunk_lens
         if owner > self.rank:
             return 0, lens[owner] // 2, False
-        return lens[self.rank] // 2 if owner < self.rank else 0, lens[owner], owner == self.rank
+        if owner < self.rank:
+            return lens[self.rank] // 2, lens[owner], False
+        return 0, lens[owner], True
 
 
 class Ulysses(OwnAttentionExchange):
@@ -205,14 +218,14 @@ class Ulysses(OwnAttentionExchange):
     @classmethod
     def edges(cls, plan: RunPlan, size: int) -> list[Edge]:
         """Return the edges between all ranks."""
-        return [(src, dst) for src in range(size) for dst in range(size) if src != dst]
+        return list(permutations(range(size), 2))
 
     def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
         """Return a cache of all tokens for the rank's heads."""
         whole = Chunk(start=0, length=self.plan.context_len, batch=self.plan.batch)
         return PrefixCache(make_buffers(self.geometry.share(self.transport.size), whole, memory, _HeadsBuffer), self)
 
-    def attend(self, query: Any, scale: float | None) -> Any:
+    def attend(self, query: Tensor, scale: float | None) -> Tensor:
         """Exchange the chunk's tokens of all heads for all tokens of the rank's heads; attend; exchange back."""
         buffer = self.buffer(self.layer)
         size = self.transport.size
@@ -240,7 +253,7 @@ class Ulysses(OwnAttentionExchange):
         parts = self._all_to_all([out[start:end] for start, end in pairwise(boundaries)], [query.shape[2]] * size)
         return torch.cat([part.unflatten(1, (batch, own_heads, -1)) for part in parts], dim=2).permute(1, 2, 0, 3)
 
-    def _all_to_all(self, leaving: list[Any], rows: list[int]) -> list[Any]:
+    def _all_to_all(self, leaving: list[Tensor], rows: list[int]) -> list[Tensor]:
         """Send each rank its part, the next rank first; return the parts from all ranks; `rows`: their lengths."""
         rank = self.rank
         size = self.transport.size
@@ -261,18 +274,18 @@ class Ulysses(OwnAttentionExchange):
 class _HeadsBuffer(KvBuffer):
     """K and V of all tokens for the rank's heads. Attention gets all heads of the chunk, and exchanges them."""
 
-    chunk_kv: tuple[Any, Any]
+    chunk_kv: tuple[Tensor, Tensor]
 
-    def write(self, keys: Any, values: Any) -> None:
+    def write(self, keys: Tensor, values: Tensor) -> None:
         """Keep the chunk's K and V of all heads for attention."""
         step = self.layout.model_heads_per_kv_head
         self.chunk_kv = keys[:, ::step], values[:, ::step]
 
-    def keys_values(self) -> tuple[Any, Any]:
+    def keys_values(self) -> tuple[Tensor, Tensor]:
         """Return the chunk's K and V of all heads."""
         return self.chunk_kv
 
 
-def _rows(*parts: Any) -> Any:
+def _rows(*parts: Tensor) -> Tensor:
     """Join tensors [B, H, c, D] to contiguous rows of tokens: [c, B H D + ...]."""
     return torch.cat([part.permute(2, 0, 1, 3).flatten(1) for part in parts], dim=1)

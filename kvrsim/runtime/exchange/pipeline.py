@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kvrsim.errors import InputError
 from kvrsim.runtime.exchange import Exchange
@@ -16,6 +17,9 @@ from kvrsim.runtime.kv_cache import Chunk, Memory, PrefixCache, UpdateEvent, all
 from kvrsim.runtime.model import ModelForward, light_copy
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.transport import Pending, Transport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class StageForward(ModelForward):
@@ -33,15 +37,15 @@ class StageForward(ModelForward):
         self._keep_stage(model, whole.geometry)
         super().__init__(model, replace(whole.geometry, layouts=whole.geometry.layouts[layers.start : layers.stop]))
 
-    def _keep_stage(self, model: Any, geometry: Geometry) -> None:
+    def _keep_stage(self, model: PreTrainedModel, geometry: Geometry) -> None:
         """Leave only the stage's layers in a copy of the model and in its configuration."""
         base = model.base_model
         config = model.config
         first = self.layers.start
         stop = self.layers.stop
-        own = getattr(base, geometry.family.layers)[first:stop]
-        setattr(base, geometry.family.layers, own)
-        for module in own.modules():
+        layers = getattr(base, geometry.family.layers)[first:stop]
+        setattr(base, geometry.family.layers, layers)
+        for module in layers.modules():
             if hasattr(module, "layer_idx"):
                 module.layer_idx -= first
         config.num_hidden_layers = len(self.layers)
@@ -72,7 +76,9 @@ class Pipeline(Exchange):
         self.first_layer = stage.layers.start
         make = partial(torch.empty, dtype=self.geometry.dtype, device=self.geometry.device)
         width = stage.model.config.hidden_size
-        lengths = () if stage.is_first else plan.partition.chunk_lens
+        lengths: tuple[int, ...] = ()
+        if not stage.is_first:
+            lengths = plan.partition.chunk_lens
         self._landings = [make(plan.batch, length, width) for length in lengths]  # memory for received pieces
         self._arriving: list[Pending] = []  # posted receives of this prefill's pieces
 
@@ -94,15 +100,18 @@ class Pipeline(Exchange):
     def make_cache(self, chunk: Chunk, memory: Memory | None) -> PrefixCache:
         """Make one cache per piece, all in the same memory; return that of the last piece, which covers all tokens."""
         layers = self.stage.layers
-        memory = memory[layers.start : layers.stop] if memory else allocate(self.geometry, chunk)
-        pieces = [
-            replace(chunk, start=start, length=end - start, total_len=chunk.length, visible_len=end)
-            for start, end in pairwise(self.plan.partition.boundaries)
-        ]
-        self.caches = tuple(PrefixCache(make_buffers(self.geometry, piece, memory), self) for piece in pieces)
-        return self.caches[-1]
+        if memory:
+            memory = memory[layers.start : layers.stop]
+        else:
+            memory = allocate(self.geometry, chunk)
+        caches = []
+        for start, end in pairwise(self.plan.partition.boundaries):
+            piece = replace(chunk, start=start, length=end - start, total_len=chunk.length, visible_len=end)
+            caches.append(PrefixCache(make_buffers(self.geometry, piece, memory), self))
+        self.caches = tuple(caches)
+        return caches[-1]
 
-    def run(self, input_ids: Any) -> Any:
+    def run(self, input_ids: Tensor) -> Tensor | None:
         """Run every piece through this stage; the final stage returns the last token's logits."""
         pieces = list(pairwise(self.plan.partition.boundaries))
         result = None
@@ -111,13 +120,18 @@ class Pipeline(Exchange):
         for number, (start, end) in enumerate(pieces):
             if number:
                 self.clock.mark("start")
-            inputs = input_ids[:, start:end] if self.stage.is_first else self._receive_piece(number)
+            if self.stage.is_first:
+                inputs = input_ids[:, start:end]
+            else:
+                inputs = self._receive_piece(number)
             self._post_piece(number + 1)
             is_last = self.stage.is_final and number == len(pieces) - 1
             result = self.stage(inputs, start, self.caches[number], is_last=is_last)
             if not self.stage.is_final:
                 self.send(result.contiguous(), None, self.rank + 1)
-        return result if self.stage.is_final else None
+        if not self.stage.is_final:
+            return None
+        return result
 
     def on_update(self, event: UpdateEvent, layer: int) -> None:
         """Mark a layer by its number in the model instead of its number in the stage."""
@@ -127,7 +141,7 @@ class Pipeline(Exchange):
         if not self.stage.is_first and number < len(self._landings):
             self._arriving.append(self.transport.irecv_prev(self._landings[number]))
 
-    def _receive_piece(self, number: int) -> Any:
+    def _receive_piece(self, number: int) -> Tensor:
         self.wait_for(self._arriving[number], None, self.rank - 1)
         return self._landings[number]
 

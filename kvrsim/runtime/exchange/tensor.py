@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoConfig
 
 from kvrsim.errors import InputError
@@ -22,6 +23,9 @@ from kvrsim.runtime.kv_cache import Chunk, Memory
 from kvrsim.runtime.model import ModelForward, light_copy
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.transport import Transport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Styles in the tensor-parallel plans of transformers.
 _COLUMNS = "colwise"
@@ -64,7 +68,7 @@ class ShardForward(ModelForward):
         self._keep_share(model)
         super().__init__(model, whole.geometry.share(share.size))
 
-    def _keep_share(self, model: Any) -> None:
+    def _keep_share(self, model: PreTrainedModel) -> None:
         """Cut every module and bare weight in the plan down to the rank's share."""
         plan: Mapping[str, str] = model.tp_plan
         for name, module in list(model.named_modules()):
@@ -78,9 +82,11 @@ class ShardForward(ModelForward):
                 kv_heads = max(1, self.kv_heads // self.share.size)
                 module.num_key_value_groups = model.config.num_attention_heads // self.share.size // kv_heads
 
-    def _cut_module(self, name: str, module: Any, style: str) -> None:
+    def _cut_module(self, name: str, module: nn.Module, style: str) -> None:
         number = re.search(r"\.(\d+)\.", name)
-        layer = int(number.group(1)) if number else None
+        layer = None
+        if number:
+            layer = int(number.group(1))
         if style in (_COLUMNS, _HEAD):
             count = module.out_features
             start, end = self._columns_of(name, count)
@@ -108,22 +114,22 @@ class ShardForward(ModelForward):
         start, end = self.share.heads(self.kv_heads)
         return start * count // self.kv_heads, end * count // self.kv_heads
 
-    def _cut_embedding(self, module: Any) -> None:
+    def _cut_embedding(self, module: nn.Module) -> None:
         start, end = self.share.bounds(module.num_embeddings)
         module.weight = self._part(module.weight, 0, start, end)
         module.num_embeddings = end - start
         module.padding_idx = None
-        modules: list[Any] = []
+        in_share: list[Tensor] = []  # which ids the rank's share has, in the forward that is running
 
-        def before(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             ids = args[0] - start
-            modules[:] = [(ids >= 0) & (ids < end - start)]
+            in_share[:] = [(ids >= 0) & (ids < end - start)]
             return (ids.clamp(0, end - start - 1),)
 
         module.register_forward_pre_hook(before)
-        module.register_forward_hook(lambda _, __, rows: self._sum(rows * modules.pop().unsqueeze(-1), None))
+        module.register_forward_hook(lambda _, __, rows: self._sum(rows * in_share.pop().unsqueeze(-1), None))
 
-    def _cut_experts(self, module: Any, name: str, style: str) -> None:
+    def _cut_experts(self, module: nn.Module, name: str, style: str) -> None:
         """Cut a weight with the matrices of all experts, [E, out, in]; rows of gate come before rows of up."""
         weight = getattr(module, name)
         if style == _ROWS:
@@ -134,15 +140,15 @@ class ShardForward(ModelForward):
             parts = [weight.detach().narrow(-2, first + start, end - start) for first in (0, half)]
             setattr(module, name, torch.nn.Parameter(torch.cat(parts, dim=-2), requires_grad=False))
 
-    def _part(self, weight: Any, dim: int, start: int, end: int) -> Any:
+    def _part(self, weight: Tensor, dim: int, start: int, end: int) -> Tensor:
         return torch.nn.Parameter(weight.detach().narrow(dim, start, end - start), requires_grad=False)
 
-    def _sum(self, part: Any, layer: int | None) -> Any:
+    def _sum(self, part: Tensor, layer: int | None) -> Tensor:
         part = part.contiguous()
         self.exchange.sum_up(part, layer)
         return part
 
-    def _gather_logits(self, part: Any, count: int) -> Any:
+    def _gather_logits(self, part: Tensor, count: int) -> Tensor:
         """Return the logits of the whole vocabulary, gathered from all ranks."""
         boundaries = [count * rank // self.share.size for rank in range(self.share.size + 1)]
         flat = part.reshape(-1, part.shape[-1])
@@ -173,24 +179,26 @@ class TensorParallel(Exchange):
         """Raise InputError where transformers has no tensor-parallel plan that the runtime can follow."""
         super().check(plan, geometry)
         model_type = geometry.model_type
-        own = AutoConfig.for_model(model_type).base_model_tp_plan or {}
+        styles = AutoConfig.for_model(model_type).base_model_tp_plan or {}
         accepted = "a model whose attention and MLPs are split by a tensor-parallel plan of transformers"
         if not all(isinstance(layout, KvLayout) and not layout.is_latent for layout in geometry.layouts):
             raise InputError("strategy", "tp", f"{accepted}; {model_type} does not keep K and V alone")
-        if own.get("layers.*.self_attn.k_proj") != _COLUMNS:
+        if styles.get("layers.*.self_attn.k_proj") != _COLUMNS:
             raise InputError("strategy", "tp", f"{accepted}; transformers has none for {model_type}")
-        if unknown := sorted(set(own.values()) - set(_STYLES)):
+        if unknown := sorted(set(styles.values()) - set(_STYLES)):
             raise InputError("strategy", "tp", f"{accepted}; that of {model_type} has {', '.join(unknown)}")
 
-    def run(self, input_ids: Any) -> Any:
+    def run(self, input_ids: Tensor) -> Tensor | None:
         """Run all tokens through this rank's share of the layers."""
         return self.forward(input_ids, 0, self.cache, is_last=True)
 
-    def sum_up(self, part: Any, layer: int | None) -> None:
+    def sum_up(self, part: Tensor, layer: int | None) -> None:
         """Replace `part`, which must be contiguous, by its sum over ranks; layer: None for the embedding."""
         if self.transport.size == 1:
             return
         self.clock.mark("wait", layer)
-        reduce = self.transport.ring_all_reduce if self.plan.gather == "ring" else self.transport.all_reduce
-        reduce(part.view(-1))
+        if self.plan.gather == "ring":
+            self.transport.ring_all_reduce(part.view(-1))
+        else:
+            self.transport.all_reduce(part.view(-1))
         self.clock.mark("received", layer)
