@@ -9,6 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 PINS := pyproject.toml constraints.txt
+# Files with slow tests come first (tests/conftest.py); a process runs whole files, so fixtures of a file are made once.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help plan test test-all test-browser screenshots nightly fuzz check docs format results notebooks gpu models profiles fit engines clean
@@ -21,10 +23,10 @@ plan: $(VENV)/.core ## plan a prefill and print it (GPUS=8 CTX=16k)
 	@$(BIN)/kvrsim plan --gpus $(GPUS) --ctx $(CTX)
 
 test: $(VENV)/.dev ## the tests of the edit loop, without the slow ones (WORKERS=logical: one process per core, at most 8)
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-all: $(VENV)/.dev ## all tests, the slow ones too (what CI runs)
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --hypothesis-profile full
+	$(PYTEST) --hypothesis-profile full
 
 test-browser: $(VENV)/.dev ## drive every page in Chromium (apt install chromium chromium-driver); a missing browser fails
 	KVRSIM_BROWSER=1 $(BIN)/python -m pytest tests/browser
@@ -37,8 +39,8 @@ screenshots: $(VENV)/.dev ## make the documentation's pictures again, of pages a
 nightly: $(VENV)/.dev ## all tests with new random examples, then the fuzzers for MINUTES=60 (SEED=N or a new one, printed)
 	@seed=$(or $(SEED),$$($(BIN)/python -c 'import random; print(random.SystemRandom().randrange(2**31))')); \
 	echo "make nightly SEED=$$seed"; \
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --hypothesis-profile nightly --hypothesis-seed $$seed \
-	    --timeout 3600 && $(BIN)/python -m tests.laws.test_corpus $$seed 10 && \
+	$(PYTEST) --hypothesis-profile nightly --hypothesis-seed $$seed --timeout 3600 && \
+	    $(BIN)/python -m tests.laws.test_corpus $$seed 10 && \
 	    $(BIN)/python tests/fuzz/fuzz_long.py --minutes $(or $(MINUTES),60) --seed $$seed
 
 fuzz: $(VENV)/.dev ## random calls, commands and files for MINUTES=10, with SEED=N or a new one, which is printed (PAGE=FILE.md: a page of all cases so far)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +14,28 @@ from kvrsim.io.schema import JsonObject
 from kvrsim.model.load import read_config
 from kvrsim.model.spec import ModelSpec
 from tests.building.effort import register_profiles
+from tests.building.process_state import changes, process_state
 
 register_profiles()
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; a test that needs a width sets its own
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: with --dist loadfile, no process then begins a long file when the others end."""
+    num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: num_slow[item.path], reverse=True)
+
+
 @pytest.fixture(autouse=True)
-def _no_progress_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def _process_stays_as_it_was() -> Iterator[None]:
+    before = process_state()
+    yield
+    assert changes(before, process_state()) == []
+
+
+@pytest.fixture(autouse=True)
+def _no_progress_lines(_process_stays_as_it_was: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Switch progress lines off: on a slow machine they would appear on standard error."""
     monkeypatch.setattr("kvrsim.cli.progress.FIRST_LINE_S", float("inf"))
 

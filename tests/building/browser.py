@@ -16,7 +16,7 @@ from typing import Any
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 DRIVERS = ("chromedriver", "chromium-driver", "chromium.chromedriver")
 PHONE, DESKTOP = (390, 844), (1280, 900)
-_WAIT_S = 60.0
+_WAIT_S = 600.0  # a busy machine draws slowly
 
 # Elements that contain text and that extend beyond the window or are cut off by a box.
 _OVERFLOWS = """
@@ -60,7 +60,10 @@ def start() -> Any:
     for switch in (*switches.split(), "--window-size={},{}".format(*DESKTOP)):
         options.add_argument(switch)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    return webdriver.Chrome(options=options, service=Service(driver))
+    chrome = webdriver.Chrome(options=options, service=Service(driver))
+    chrome.set_script_timeout(_WAIT_S)
+    chrome.set_page_load_timeout(_WAIT_S)
+    return chrome
 
 
 @dataclass

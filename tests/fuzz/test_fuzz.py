@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import fuzz_files
@@ -10,20 +9,12 @@ import pytest
 from fuzz_long import FUZZERS, run_case
 
 SEED = 20260
-CASES = {"calls": 300, "commands": 60, "files": 300}
-MOST_S = 2.0  # a busy machine runs fewer cases in this time; `make fuzz` runs many
+CASES = {"calls": 30, "commands": 30, "files": 60}  # `make fuzz` runs many
 
 
 @pytest.mark.parametrize("kind", FUZZERS)
 def test_an_answer_or_a_parameter(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     fuzz_files.originals.cache_clear()
-    until_s, tried = time.monotonic() + MOST_S, 0
-    answers = set()
-    for number in range(CASES[kind]):
-        answers.add(run_case(kind, SEED, number))
-        tried += 1
-        if time.monotonic() > until_s:
-            break
-    assert tried >= 3
-    assert len(answers) >= 2 or tried < 20  # some cases succeed, others are refused
+    answers = {run_case(kind, SEED, number) for number in range(CASES[kind])}
+    assert len(answers) >= 2  # some cases succeed, others are refused
