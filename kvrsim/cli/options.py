@@ -275,6 +275,9 @@ class HardwareArgs(Arguments):
             "Longest wait of a rank for a message. Default: from the prediction.", metavar="TIME", section="Measurement"
         ),
     ] = None
+    random_weights: Annotated[
+        bool, Help("Use random weights although the model's folder has safetensors.", section="Measurement")
+    ] = False
     seed: Seed = 0
 
 
@@ -315,6 +318,7 @@ def hardware_of(hardware: HardwareArgs, args: MeasuredArgs, scenario: Scenario) 
         repeats=hardware.repeats,
         warmups=hardware.warmups,
         seed=hardware.seed,
+        random_weights=hardware.random_weights,
         emulated=emulated,
         other_machine=hardware.other_machine,
         timeout_s=hardware.timeout,

@@ -210,6 +210,14 @@ def config_path(name: str, argument: str) -> Path:
     return path / "config.json" if is_folder else path
 
 
+def checkpoint_files(name: str) -> tuple[Path, ...]:
+    """The weights next to a model's config.json, as safetensors; empty where there are none. `name`: as a `--model`."""
+    path = config_path(name, "model")
+    if path.name != "config.json":
+        return ()
+    return tuple(sorted(path.parent.glob("*.safetensors")))
+
+
 def read_config(config: JsonObject, name: str, on_progress: OnProgress | None = None) -> ModelSpec:
     """Read the model of a config.json, or its text model. Raises InputError naming the file and the key."""
     text, left_out = read_text_part(config)

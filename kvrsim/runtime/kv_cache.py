@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -28,6 +29,7 @@ class Chunk:
     batch: int = 1  # number of prompts of equal length
     total_len: int | None = None  # tokens in memory, from the context's start; None: those that the chunk attends to
     visible_len: int | None = None  # tokens that attention sees; None: all tokens that are held
+    room: int = 0  # tokens after those that are held for which there is memory, because they will be decoded
 
     @property
     def end(self) -> int:
@@ -41,7 +43,7 @@ class Chunk:
         rows = self.total_len
         if rows is None:
             rows = self.end - layout.first_seen(self.start)
-        return rows * self.batch * layout.elements * element_bytes
+        return (rows + self.room) * self.batch * layout.elements * element_bytes
 
 
 class KvBuffer:
@@ -89,6 +91,13 @@ class KvBuffer:
         keys, values = self.views(self.rows(self.first_seen, self.visible_len))
         return repeat_heads(keys, heads), repeat_heads(values, heads)
 
+    def advance(self) -> None:
+        """Move on to the next token, which attends to all tokens before it and to itself."""
+        self.chunk = replace(self.chunk, start=self.chunk.end, length=1)
+        self.first_seen = self.layout.first_seen(self.chunk.start)
+        self.visible_len = self.chunk.end
+        self.total_len = max(self.total_len, self.chunk.end)
+
     def rows(self, start: int, end: int) -> Tensor:
         """Return the contiguous rows of these tokens."""
         return self.data[start - self.first : end - self.first]
@@ -115,6 +124,10 @@ class StateBuffer:
         split = chunk.batch * prod(layout.recurrent) * RECURRENT_BYTES
         self.recurrent = self.data[:split].view(torch.float32).view(chunk.batch, *layout.recurrent)
         self.conv = self.data[split:].view(geometry.dtype).view(chunk.batch, layout.conv_channels, layout.conv_tokens)
+
+    def advance(self) -> None:
+        """Move on to the next token."""
+        self.chunk = replace(self.chunk, start=self.chunk.end, length=1)
 
     def incoming(self) -> Tensor:
         """Return the memory of the state before the chunk."""
@@ -182,7 +195,10 @@ class CacheListener:
 
 
 class PrefixCache(Cache):  # type: ignore[misc]
-    """A transformers Cache of a prefix and a chunk; every forward overwrites the chunk, so the cache never grows."""
+    """A transformers Cache of a prefix and a chunk; every forward overwrites the chunk.
+
+    A prefill can therefore be repeated. To decode after it, `for_decoding` returns a cache that grows.
+    """
 
     def __init__(self, buffers: Sequence[Buffer], listener: CacheListener | None = None) -> None:
         self.buffers = tuple(buffers)
@@ -195,6 +211,20 @@ class PrefixCache(Cache):  # type: ignore[misc]
         if isinstance(buffer, StateBuffer):
             return _StateLayer(self.listener, index, buffer)
         return _PrefixLayer(self.listener, index, buffer)
+
+    def for_decoding(self) -> PrefixCache:
+        """Return a cache in the same memory for the token after the chunk; `advance` moves it on to the next token."""
+        buffers = [copy.copy(buffer) for buffer in self.buffers]
+        for buffer in buffers:
+            if buffer is not None:
+                buffer.advance()
+        return PrefixCache(buffers)
+
+    def advance(self) -> None:
+        """Move on to the next token, after a forward has written the K and V of this one."""
+        for buffer in self.buffers:
+            if buffer is not None:
+                buffer.advance()
 
     @property
     def visible_len(self) -> int:

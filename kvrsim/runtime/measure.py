@@ -7,11 +7,12 @@ import platform
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from kvrsim.runtime.decode import Reference, decode, difference, reference_of
 from kvrsim.runtime.exchange import Exchange, exchange_of, make_exchange
 from kvrsim.runtime.faults import Fault, RankError
 from kvrsim.runtime.host import device_name, versions
@@ -21,10 +22,8 @@ from kvrsim.runtime.model import ModelForward, load_model
 from kvrsim.runtime.plan import Difference, Job, ModelChoice, Parts, Report, RunPlan, Timing
 from kvrsim.runtime.transport import Pending, Transport
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 Result = TypeVar("Result")
+Lengths = tuple[int, int]  # tokens of a prompt, and tokens to generate
 
 
 def agree(transport: Transport, forward: ModelForward, facts: Mapping[str, str]) -> None:
@@ -32,7 +31,13 @@ def agree(transport: Transport, forward: ModelForward, facts: Mapping[str, str])
 
     If some differ from those of rank 0, every rank raises RankError naming them.
     """
-    facts_of_rank = {**facts, **versions(), "model": forward.digest, "transport": transport.name}
+    facts_of_rank = {
+        **facts,
+        **versions(),
+        "model": forward.digest,
+        "weights": forward.weights,
+        "transport": transport.name,
+    }
     expected, *others = transport.exchange(facts_of_rank)
     faults = []
     for rank, facts_there in enumerate(others, start=1):
@@ -58,7 +63,7 @@ class Stopwatch:
         for plan in plans:
             chunk = exchange_of(plan.strategy).chunk_of(plan, transport.rank, transport.size)
             if chunk is not None:
-                rows = max(rows, chunk.total_len or chunk.end)
+                rows = max(rows, (chunk.total_len or chunk.end) + chunk.room)
         self.memory = allocate(forward.geometry, Chunk(start=0, length=rows, batch=plans[0].batch))
         self._exchanges: dict[RunPlan, Exchange] = {}
 
@@ -103,13 +108,13 @@ def in_turn(transport: Transport, job: Job, prefill: Callable[[RunPlan], Result]
 def measure(transport: Transport, forward: ModelForward, job: Job) -> Report:
     """Measure each plan, and record the timeline of one more prefill with hooks in its layers.
 
-    With `check_logits`, the rank that emits the first token compares one more prefill of each plan with a prefill in
-    one process. The latter runs first, so that its KV cache and those of the plans are not in device memory together.
-    Every rank returns the same report.
+    After that prefill, the ranks with the KV cache generate the plan's tokens. With `check_logits`, the rank that emits
+    the first token compares this prefill and its tokens with those of one process. The latter runs first, so that its
+    KV cache and those of the plans are not in device memory together. Every rank returns the same report.
     """
     plans = job.plans
     seed = job.model.seed
-    references: dict[int, Tensor] = {}
+    references: dict[Lengths, Reference] = {}
     if job.check_logits:
         references = _references(transport, forward, job)
     watch = Stopwatch(transport, forward, plans, seed)
@@ -119,26 +124,31 @@ def measure(transport: Transport, forward: ModelForward, job: Job) -> Report:
     for plan, seconds in zip(plans, in_turn(transport, job, watch.ttft_s), strict=True):
         exchange = watch.exchange(plan)
         trace = exchange.prefill(prompt_of(forward, plan, seed), hooked=True)
+        decoding = decode(exchange)
         compared = None
-        if job.check_logits and trace.emits_token:
-            compared = difference(exchange, references[plan.context_len])
+        if decoding is not None and trace.emits_token and job.check_logits:
+            compared = difference(exchange, decoding, references[plan.context_len, plan.output_tokens])
         traces: list[RankTrace] = []
-        for trace_there, compared_there in transport.exchange((trace, compared)):
+        for trace_there, decoding_there, compared_there in transport.exchange((trace, decoding, compared)):
             traces.append(trace_there)
+            decoding = decoding or decoding_there  # all ranks that decode have the same tokens
             compared = compared or compared_there  # only the rank that emits the token has compared
         timeline = timeline_of(plan.strategy, traces)
-        timings.append(Timing(plan=plan, ttft_s=tuple(seconds), timeline=timeline, difference=compared))
+        timings.append(
+            Timing(plan=plan, ttft_s=tuple(seconds), timeline=timeline, difference=compared, decoding=decoding)
+        )
     return Report(timings=tuple(timings), conditions=conditions_of(transport, forward))
 
 
-def _references(transport: Transport, forward: ModelForward, job: Job) -> dict[int, Tensor]:
-    """Return the logits of one process by context length, for the plans whose first token this rank emits."""
-    references: dict[int, Tensor] = {}
+def _references(transport: Transport, forward: ModelForward, job: Job) -> dict[Lengths, Reference]:
+    """Return what one process generates, for the plans whose first token this rank emits."""
+    references: dict[Lengths, Reference] = {}
     for plan in job.plans:
         last = exchange_of(plan.strategy).first_token_rank(plan, transport.size)
-        if plan.context_len not in references and transport.rank == last:
+        lengths = (plan.context_len, plan.output_tokens)
+        if lengths not in references and transport.rank == last:
             prompt = prompt_of(forward, plan, job.model.seed)
-            references[plan.context_len] = reference_of(forward.model, prompt)
+            references[lengths] = reference_of(forward.model, prompt, plan.output_tokens)
     return references
 
 
@@ -160,29 +170,15 @@ def conditions_of(transport: Transport, forward: ModelForward) -> dict[str, str]
         "threads per rank": str(torch.get_num_threads()),
         "dtype": str(geometry.dtype).removeprefix("torch."),
         "attention": geometry.attention,
+        "weights": forward.weights,
         "model": f"{geometry.model_type}, {geometry.num_hidden_layers} layers, {forward.digest}",
     }
 
 
-# Exactness: prefills on several ranks compared with one process.
-
-
-def reference_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Return the last token's logits, as computed by transformers alone in this process."""
-    with torch.inference_mode():
-        return model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[:, -1]
-
-
-def difference(exchange: Exchange, reference: Tensor) -> Difference:
-    """Compare the logits of the last prefill, on the rank that emits its token, with those of `reference_of`."""
-    assert exchange.logits is not None
-    distance = (exchange.logits.float() - reference.float()).abs().max().item()
-    return Difference(logits=distance, logits_scale=reference.abs().max().item())
-
-
 def forward_of(choice: ModelChoice, transport: Transport) -> ModelForward:
     """Load a model on the rank's device."""
-    return ModelForward(load_model(choice.config, choice.dtype, transport.device, choice.attention, choice.seed))
+    settings = (choice.dtype, transport.device, choice.attention, choice.seed, choice.checkpoint)
+    return ModelForward(load_model(choice.config, *settings), weights=choice.weights)
 
 
 def run_job(transport: Transport, job: Job) -> Report:
@@ -210,7 +206,10 @@ def run_virtual(transport: Transport, job: Job) -> Report:
     def prefill(plan: RunPlan) -> tuple[Parts, ...]:
         parts = tuple(_parts(rank.prefill(ids, hooked=True), plan) for rank in ranks[plan])
         if reference is not None:
-            differences[plan] = difference(ranks[plan][-1], reference)
+            last = ranks[plan][-1]
+            tokens = decode(last)
+            assert tokens is not None
+            differences[plan] = difference(last, tokens, reference)
         return parts
 
     timings = []

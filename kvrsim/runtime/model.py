@@ -1,4 +1,4 @@
-"""A Hugging Face model with random weights, and its forward pass over one chunk."""
+"""A Hugging Face model, with random weights or those of a checkpoint, and its forward pass over one chunk."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ import torch
 from torch import Tensor
 
 from kvrsim.choices import Attention
+from kvrsim.errors import InputError
 from kvrsim.io.schema import JsonObject
 from kvrsim.model.load import config_path, read_config, read_text_part
 from kvrsim.runtime.attention import Attend, use_flash
 from kvrsim.runtime.attention import attending as attention_by
+from kvrsim.runtime.faults import is_out_of_memory
 from kvrsim.runtime.geometry import DTYPES, Geometry, check_kernel, family_of
 from kvrsim.runtime.kv_cache import PrefixCache
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_MOST_CHARACTERS = 300  # characters of a reader's error in a message
 
 
 def load_model(
@@ -30,17 +34,19 @@ def load_model(
     device: str | torch.device = "cpu",
     attention: Attention = "sdpa",
     seed: int = 0,
+    checkpoint: str | None = None,
 ) -> PreTrainedModel:
-    """Make a Hugging Face model with random weights, in evaluation mode; nothing is downloaded.
+    """Make a Hugging Face model in evaluation mode; nothing is downloaded.
 
     config: a built-in name, a path to a config.json or its folder, or the content of such a file. dtype: a key of
-    DTYPES. The same seed gives the same weights on every rank of one kind of device.
+    DTYPES. seed: of random weights; they are the same on every rank of one kind of device. checkpoint: folder of the
+    weights, as safetensors; None: random weights. The model generates greedily, whatever its checkpoint recommends.
 
-    Raises InputError where the file, its architecture or the kernel cannot be used.
+    Raises InputError where the file, its architecture, its weights or the kernel cannot be used.
     """
     fields = _config_fields(config)
     check_kernel(fields["model_type"], attention)
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     place = torch.device(device)
     cuda: list[int] = []
@@ -49,15 +55,38 @@ def load_model(
     kernel = attention
     if attention == "flash":
         kernel = "sdpa"  # `use_flash` replaces it below
-    with torch.random.fork_rng(devices=cuda), place:
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**fields), attn_implementation=kernel, dtype=DTYPES[dtype]
-        )
+    settings = {"attn_implementation": kernel, "dtype": DTYPES[dtype]}
+    checked_config = AutoConfig.for_model(**fields)
+    if checkpoint is not None:
+        model = _read_checkpoint(checkpoint, checked_config, settings)
+    else:
+        with torch.random.fork_rng(devices=cuda), place:
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(checked_config, **settings)
     model = model.to(place).eval().requires_grad_(False)
+    model.generation_config = GenerationConfig()
     if attention == "flash":
         use_flash(model)
     Geometry.of(model)  # raises InputError for unsupported models
+    return model
+
+
+def _read_checkpoint(folder: str, config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedModel:
+    """Read a model's weights; raise InputError where they cannot be read or are not those of the configuration."""
+    from transformers import AutoModelForCausalLM
+
+    accepted = f"safetensors with the weights of a {config.model_type} as in config.json, or --random-weights"
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, local_files_only=True, use_safetensors=True, output_loading_info=True, **settings
+        )
+    except Exception as error:  # readers of safetensors raise errors of their own, also for unequal shapes
+        if is_out_of_memory(error):
+            raise
+        reason = " ".join(str(error).split())[:_MOST_CHARACTERS]
+        raise InputError("model", folder, f"{accepted} ({reason})") from None
+    if missing := sorted(report["missing_keys"]):
+        raise InputError("model", folder, f"{accepted} ({len(missing)} are missing, such as {missing[0]})")
     return model
 
 
@@ -95,11 +124,12 @@ class ModelForward:
     [c]; None: consecutive from `start`. attend: function that replaces the model's attention.
     """
 
-    def __init__(self, model: PreTrainedModel, geometry: Geometry | None = None) -> None:
-        """geometry: that of a part of the model; None: that of the whole model."""
+    def __init__(self, model: PreTrainedModel, geometry: Geometry | None = None, weights: str = "random") -> None:
+        """geometry: that of a part of the model; None: that of the whole model. weights: what they are, in words."""
         self.model = model
         self.geometry = geometry or Geometry.of(model)
         self.vocab_size = int(model.config.vocab_size)
+        self.weights = weights
         self.digest = hashlib.sha256(model.config.to_json_string().encode()).hexdigest()[:16]  # digest of the config
 
     def __call__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 
@@ -16,6 +17,7 @@ from kvrsim.results.timeline import Timeline
 from kvrsim.scenario import Partition
 from kvrsim.strategies import STRATEGIES
 from kvrsim.strategies.base import RealRun
+from kvrsim.units import format_bytes
 
 RUN_DTYPES = ("fp16", "bf16", "fp32")
 OnProgress = Callable[[int, int, str], object]  # numbers of finished steps and of all steps, and a text
@@ -39,6 +41,14 @@ def run_strategy(name: str) -> str:
             accepted += "; hybrids and strategies from elsewhere are planned and simulated only"
         raise InputError("strategy", name, accepted)
     return RUN_STRATEGIES[name]
+
+
+def check_decoding(run: str, output_tokens: int) -> None:
+    """Raise InputError if ranks are to generate several tokens, but no rank can decode after this run's prefill."""
+    if output_tokens > 1 and not REAL_RUNS[run].decodes:
+        decoding = ", ".join(name for name, other in RUN_STRATEGIES.items() if REAL_RUNS[other].decodes)
+        accepted = f"1 for {run.replace('_', '-')}, where {REAL_RUNS[run].cache}; others decode: {decoding}"
+        raise InputError("output_tokens", output_tokens, accepted)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +84,7 @@ class RunPlan:
     gather: Gather = "ring"  # kind of all-gather: between neighbours, or the backend's own
     stage_layers: tuple[int, ...] | None = None  # layers of each pipeline stage; None: no pipeline
     query_blocks: tuple[tuple[int, ...], ...] = ()  # attention calls of KVR by chunk, by layer; empty: one call each
+    output_tokens: int = 1  # tokens to generate; those after the first are decoded from the KV cache of the prefill
 
     @property
     def context_len(self) -> int:
@@ -107,16 +118,25 @@ class RunPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelChoice:
-    """The model that the ranks run, with random weights."""
+    """The model that the ranks run."""
 
     config: str | Mapping[str, object]  # a built-in name, a path, or the keys of a config.json
     dtype: str  # one of RUN_DTYPES
     attention: Attention  # attention kernel
-    seed: int = 0  # seed of the weights and of the prompt
+    seed: int = 0  # seed of random weights and of the prompt
+    checkpoint: str | None = None  # folder of the model's weights, as safetensors; None: random weights
 
     def __post_init__(self) -> None:
         if self.dtype not in RUN_DTYPES:
             raise InputError("dtype", self.dtype, "what the runtime computes in: " + ", ".join(RUN_DTYPES))
+
+    @property
+    def weights(self) -> str:
+        """The weights in words; ranks compare them."""
+        if self.checkpoint is None:
+            return f"random, seed {self.seed}"
+        sizes = [path.stat().st_size for path in Path(self.checkpoint).glob("*.safetensors")]
+        return f"of the checkpoint, {len(sizes)} file{'s' * (len(sizes) != 1)} of {format_bytes(sum(sizes))}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +154,8 @@ class Job:
         facts = {name: str(getattr(self, name)) for name in ("repeats", "warmups", "check_logits")}
         facts |= {name: str(getattr(self.model, name)) for name in ("dtype", "attention", "seed")}
         plans = "; ".join(plan.label for plan in self.plans)
-        return facts | {"partitions": plans, "batch": str(self.plans[0].batch)}
+        first = self.plans[0]
+        return facts | {"partitions": plans, "batch": str(first.batch), "output_tokens": str(first.output_tokens)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,6 +164,16 @@ class Difference:
 
     logits: float  # largest difference of the last token's logits
     logits_scale: float  # largest magnitude of a logit
+    first_unequal: int | None = None  # number of the first generated token that differs, from 0; None: all are equal
+    margin: float | None = None  # there, by how much one process's logit of its token exceeds that of the other token
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decoding:
+    """Tokens that ranks have generated after a prefill, each the one with the largest logit."""
+
+    tokens: tuple[tuple[int, ...], ...]  # tokens of each prompt, the first one included
+    step_s: tuple[float, ...]  # seconds of each token after the first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,6 +185,7 @@ class Timing:
     parts: tuple[tuple[Parts, ...], ...] = ()  # virtual ranks: seconds per repetition, per rank
     timeline: Timeline | None = None  # timeline of one more prefill with hooks in its layers; None: virtual ranks
     difference: Difference | None = None  # difference from the same prefill in one process; None: not compared
+    decoding: Decoding | None = None  # generated tokens; None: virtual ranks
 
     @property
     def median_s(self) -> float:

@@ -36,12 +36,17 @@ class StrategyWords(NamedTuple):
     docs: str = "docs/explanation/strategies.md"  # where to read more
 
 
+OWN_TOKENS = "each rank holds the K and V of its own tokens"
+
+
 class RealRun(NamedTuple):
     """How real ranks run a strategy."""
 
     name: str  # name in labels and timelines; strategies that differ only in their partitions share it
     exchange: str  # module of kvrsim.runtime.exchange, and class
     payload: Payload | Literal["all-gather", "collective"] = "KV"  # content of the messages between ranks
+    cache: str = "the last rank holds the K and V of all tokens"  # what holds the KV cache after the prefill
+    decodes: bool = True  # whether ranks go on to decode from this cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvrsim.program import Array, Compute, Op
-from kvrsim.strategies.base import RealRun, Step, Strategy, StrategyWords
+from kvrsim.strategies.base import OWN_TOKENS, RealRun, Step, Strategy, StrategyWords
 
 
 def tsp_layer(step: Step, rank: int) -> Iterator[Op]:
@@ -46,7 +46,12 @@ TSP = Strategy(
     baseline_rank=0,
     usual_in=frozenset({"fleets", "fleets on a bus", "maps", "confirmations"}),
     is_replayable=True,
-    real_run=RealRun("tsp", "chain.GatherExchange", payload="all-gather"),
+    real_run=RealRun(
+        "tsp",
+        "chain.GatherExchange",
+        payload="all-gather",
+        cache="every rank holds the K and V of all tokens; the last one decodes",
+    ),
 )
 
 
@@ -92,7 +97,7 @@ ZIGZAG = Strategy(
     family="all-gathers",
     colour=("#c7771c", "#9b6417"),
     usual_in=frozenset({"hybrids", "fleets", "maps"}),
-    real_run=RealRun("zigzag", "own_attention.Zigzag", payload="all-gather"),
+    real_run=RealRun("zigzag", "own_attention.Zigzag", payload="all-gather", cache=OWN_TOKENS, decodes=False),
 )
 
 

@@ -47,7 +47,7 @@ SINGLE = Strategy(
     baseline_rank=3,
     usual_in=frozenset({"fleets", "fleets on a bus", "maps", "confirmations"}),
     is_replayable=True,
-    real_run=RealRun("single", "chain.Single"),
+    real_run=RealRun("single", "chain.Single", cache="one rank holds the K and V of all tokens"),
 )
 TENSOR_PARALLEL = Strategy(
     name="tp",
@@ -65,7 +65,12 @@ TENSOR_PARALLEL = Strategy(
     colour=("#d21b42", "#e36650"),
     baseline_rank=1,
     usual_in=frozenset({"fleets", "fleets on a bus", "maps"}),
-    real_run=RealRun("tp", "tensor.TensorParallel", payload="collective"),
+    real_run=RealRun(
+        "tp",
+        "tensor.TensorParallel",
+        payload="collective",
+        cache="each rank holds the K and V of all tokens for its own heads, so all ranks decode together",
+    ),
 )
 
 

@@ -202,7 +202,13 @@ PIPELINE = Strategy(
     family="pipelines",
     colour=("#86ab72", "#a5e9a3"),
     usual_in=frozenset({"hybrids", "fleets", "maps"}),
-    real_run=RealRun("pp", "pipeline.Pipeline", payload="activations"),
+    real_run=RealRun(
+        "pp",
+        "pipeline.Pipeline",
+        payload="activations",
+        cache="each rank holds the K and V of its own layers",
+        decodes=False,
+    ),
 )
 PIPELINE_SEARCHED = replace(
     PIPELINE,

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvrsim.kernels.elementwise import UPCAST_KERNELS
 from kvrsim.program import Array, Compute, Flags, Op, RingPass
-from kvrsim.strategies.base import RealRun, Step, Strategy, StrategyWords
+from kvrsim.strategies.base import OWN_TOKENS, RealRun, Step, Strategy, StrategyWords
 
 Ranks = npt.NDArray[np.intp]
 SecondsTo = Callable[[int, Ranks], Array]  # seconds of attention of a rank to the blocks of other ranks
@@ -170,7 +170,7 @@ RING = Strategy(
     family="rings",
     colour=("#bd7dfe", "#e5bafc"),
     usual_in=frozenset({"fleets", "maps"}),
-    real_run=RealRun("ring", "own_attention.RingAttention"),
+    real_run=RealRun("ring", "own_attention.RingAttention", cache=OWN_TOKENS, decodes=False),
 )
 STRIPED = replace(
     RING,
@@ -186,7 +186,7 @@ STRIPED = replace(
     ),
     colour=("#a67dd7", "#c9adfe"),
     usual_in=frozenset({"fleets"}),
-    real_run=RealRun("striped", "own_attention.StripedRing"),
+    real_run=RealRun("striped", "own_attention.StripedRing", cache=OWN_TOKENS, decodes=False),
 )
 ZIGZAG_RING = replace(
     STRIPED,
@@ -201,5 +201,5 @@ ZIGZAG_RING = replace(
     ),
     colour=("#d083e9", "#fecbf8"),
     usual_in=frozenset({"hybrids", "fleets"}),
-    real_run=RealRun("zigzag_ring", "own_attention.ZigzagRing"),
+    real_run=RealRun("zigzag_ring", "own_attention.ZigzagRing", cache=OWN_TOKENS, decodes=False),
 )

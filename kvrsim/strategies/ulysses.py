@@ -100,5 +100,7 @@ ULYSSES = Strategy(
     family="all-to-all",
     colour=("#18b4ad", "#7dcbc1"),
     usual_in=frozenset({"fleets"}),
-    real_run=RealRun("ulysses", "own_attention.Ulysses"),
+    real_run=RealRun(
+        "ulysses", "own_attention.Ulysses", cache="each rank holds the K and V of its own heads", decodes=False
+    ),
 )

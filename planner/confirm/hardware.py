@@ -11,8 +11,10 @@ from typing import Literal
 from kvrsim.choices import RankBackend
 from kvrsim.errors import ABSENT, InputError
 from kvrsim.execution import place
+from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import Gather
 from kvrsim.memory import memory_of
+from kvrsim.model.load import checkpoint_files, config_path, read_text_part
 from kvrsim.runtime import host
 from kvrsim.runtime.plan import ModelChoice, OnProgress, RankSettings, RunPlan, run_strategy
 from kvrsim.scenario import Partition, Scenario
@@ -28,6 +30,8 @@ NO_REFERENCE = "logits are not compared: a single process's prefill does not fit
 _MESSAGE_TIMEOUT_S = 60.0  # the least timeout of a message
 _TIMEOUT_FACTOR = 6.0  # ratio of timeouts to predicted durations
 _START_S = 120.0  # time limit in which processes start and build their models, seconds
+_LEAST_READ_BYTES_PER_S = 1e8  # assumed least rate at which weights are read from a disk
+_LONGEST_STEP_S = 2.0  # assumed longest seconds of a decoded token
 _UNPREDICTED_S = 100.0  # assumed seconds of a prefill without a profile of this machine
 
 
@@ -49,7 +53,9 @@ class Hardware:
     threads: int = 1  # threads per rank on a CPU
     repeats: int = 5  # measured prefills of each candidate
     warmups: int = 1  # prefills of each candidate before the measured ones
-    seed: int = 0  # seed of weights and prompts
+    seed: int = 0  # seed of random weights and of prompts
+    random_weights: bool = False  # whether weights are random although the model's folder has some
+    output_tokens: int = 1  # tokens that each candidate generates
     emulated: bool = False  # whether the scenario's links replace the machine's own
     timeout_s: float | None = None  # timeout of a message; None: derived from the predicted duration
     other_machine: bool = False  # whether to measure although the profile is of another machine
@@ -84,9 +90,24 @@ class Hardware:
         return replace(scenario, cluster=replace(cluster, topology="switch"))
 
     def choice(self, scenario: Scenario) -> ModelChoice:
-        """Return the model as the ranks load it; raise InputError for a dtype that the runtime lacks."""
-        dtype = scenario.request.dtype
-        return ModelChoice(config=self.config, dtype=dtype, attention=scenario.kernel, seed=self.seed)  # type: ignore[arg-type]
+        """Return the model as the ranks load it.
+
+        Raises InputError for a dtype that the runtime lacks, or a checkpoint with more than a text model.
+        """
+        checkpoint = None
+        if not self.random_weights and (files := checkpoint_files(self.config)):
+            checkpoint = str(files[0].parent)
+            config = JsonObject.read(config_path(self.config, "model"), "model")
+            if read_text_part(config)[1]:
+                accepted = "the checkpoint of a text model, or --random-weights: it has other parts, such as vision"
+                raise InputError("model", self.config, accepted)
+        return ModelChoice(
+            config=self.config,
+            dtype=scenario.request.dtype,  # type: ignore[arg-type]
+            attention=scenario.kernel,
+            seed=self.seed,
+            checkpoint=checkpoint,
+        )
 
     def check(self, candidate: Candidate) -> None:
         """Raise InputError where the runtime cannot run the candidate with this model, before the model is loaded."""
@@ -105,7 +126,11 @@ class Hardware:
 
     def launch(self, scenario: Scenario, num_ranks: int, longest_s: float, count: float) -> RankSettings:
         """Return the options with which ranks are started for `count` prefills, the longest of `longest_s` seconds."""
-        timeout_s = self.timeout_s or max(_MESSAGE_TIMEOUT_S, _TIMEOUT_FACTOR * longest_s)
+        decoding_s = (self.output_tokens - 1) * min(longest_s, _LONGEST_STEP_S)  # other ranks wait meanwhile
+        loading_s = 0.0
+        if not self.random_weights:
+            loading_s = sum(path.stat().st_size for path in checkpoint_files(self.config)) / _LEAST_READ_BYTES_PER_S
+        timeout_s = self.timeout_s or max(_MESSAGE_TIMEOUT_S, loading_s, _TIMEOUT_FACTOR * (longest_s + decoding_s))
         link = None
         if self.emulated and num_ranks > 1:
             link = scenario.cluster.link
@@ -114,7 +139,7 @@ class Hardware:
             device=self.device,
             backend=self.backend,
             timeout_s=timeout_s,
-            deadline_s=_START_S + timeout_s + _TIMEOUT_FACTOR * count * longest_s,
+            deadline_s=_START_S + loading_s + timeout_s + _TIMEOUT_FACTOR * (count * longest_s + 2 * decoding_s),
             threads=self.threads,
             link=link,
         )
@@ -148,6 +173,7 @@ class Hardware:
             batch=scenario.request.batch,
             gather=gather,
             stage_layers=layers_of(candidate.execution.placed, strategy),
+            output_tokens=self.output_tokens,
         )
 
     def gather(self, scenario: Scenario, collective: Literal["all_gather", "all_reduce"] = "all_gather") -> Gather:
@@ -171,6 +197,7 @@ class MemoryBudget:
     num_ranks: int  # number of ranks that share the memory, including ranks without a chunk
     on_gpu: bool
     mode: Mode
+    output_tokens: int = 1  # tokens that are generated; those after the first need memory for their K and V
 
     @classmethod
     def of(cls, scenario: Scenario, hardware: Hardware, mode: Mode) -> MemoryBudget:
@@ -186,14 +213,18 @@ class MemoryBudget:
             num_ranks = -(-num_ranks // max(1, hardware.devices))
         else:
             limit = scenario.memory_fraction * host.free_memory()
-        return cls(limit_bytes=limit, num_ranks=num_ranks, on_gpu=on_gpu, mode=mode)
+        return cls(
+            limit_bytes=limit, num_ranks=num_ranks, on_gpu=on_gpu, mode=mode, output_tokens=hardware.output_tokens
+        )
 
     def needed_bytes(self, candidate: Candidate) -> int:
         """Return the peak memory of the ranks that share the budget; all candidates use the same KV buffers."""
         scenario = candidate.scenario
-        weights = scenario.model.weight_bytes(scenario.request.dtype_bytes)  # ranks' parts are views of all weights
+        request = scenario.request
+        weights = scenario.model.weight_bytes(request.dtype_bytes)  # ranks' parts are views of all weights
+        decoded = request.batch * scenario.model.cache_bytes(self.output_tokens - 1, request.dtype_bytes)
         memory = memory_of(candidate.execution, candidate.partition)  # no simulation
-        ranks = [replace(rank, weights=weights) for rank in memory]
+        ranks = [replace(rank, weights=weights, kv_cache=rank.kv_cache + round(decoded)) for rank in memory]
         if self.mode == "virtual":  # one device runs each rank with the K and V of the whole context
             kv_cache = max(rank.kv_cache for rank in ranks)
             ranks = [replace(rank, kv_cache=kv_cache, gathered=0) for rank in ranks]

@@ -22,6 +22,7 @@ from planner.confirm.hardware import Mode
 if TYPE_CHECKING:
     import pandas
 
+LEAST_SCALE = 1e-30  # least scale of logits, so that equal logits of zero are equal
 LEAST_SAMPLES = 3  # fewest measurements of a candidate that show a spread
 _ROUNDING = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}  # largest error of reordered sums, divided by the largest logit
 
@@ -179,7 +180,7 @@ class Confirmation(Answer):
         limit = targets.logits_for(self.question.dtype)
         for candidate in self.candidates:
             difference = candidate.timing.difference
-            if difference is not None and not difference.logits <= limit * max(difference.logits_scale, 1e-30):
+            if difference is not None and not difference.logits <= limit * max(difference.logits_scale, LEAST_SCALE):
                 # The negated comparison also reports NaN.
                 by = f"{difference.logits:.2g}, largest logit {difference.logits_scale:.2g}"
                 name = candidate.strategy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from kvrsim.errors import ABSENT, InputError
@@ -12,12 +13,13 @@ from kvrsim.results.question import Question
 from kvrsim.results.results import Answer, stages_to_json
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.host import started_by_torchrun
-from kvrsim.runtime.plan import RunPlan, Timing, run_strategy
+from kvrsim.runtime.plan import Decoding, RunPlan, Timing, check_decoding, run_strategy
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from planner.candidates import Search
 from planner.confirm.confirm import measured_here
 from planner.confirm.hardware import CALIBRATE, Hardware, Reporter
+from planner.confirm.result import LEAST_SCALE, Targets
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -26,7 +28,7 @@ class RunResult(Answer):
 
     question: Question
     strategy: Strategy
-    timing: Timing  # TTFT of each repetition, and other measurements
+    timing: Timing  # TTFT of each repetition, the generated tokens, and other measurements
     predicted_s: float | None  # TTFT predicted with the profile; None: no profile
     conditions: Mapping[str, str]
     warnings: tuple[str, ...]  # warnings, such as that other processes used the machine
@@ -35,6 +37,43 @@ class RunResult(Answer):
     def plan(self) -> RunPlan:
         """The plan that the ranks ran."""
         return self.timing.plan
+
+    @property
+    def decoding(self) -> Decoding:
+        """The generated tokens."""
+        assert self.timing.decoding is not None
+        return self.timing.decoding
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Median seconds between generated tokens; None for a single token."""
+        steps_s = self.decoding.step_s
+        return median(steps_s) if steps_s else None
+
+    @property
+    def kv_cache(self) -> str:
+        """What holds the KV cache after the prefill, in words."""
+        assert self.strategy.real_run is not None
+        return self.strategy.real_run.cache
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """One sentence for each result that differs from that of one process, if they were compared."""
+        difference = self.timing.difference
+        if difference is None:
+            return ()
+        reasons = []
+        limit = Targets().logits_for(self.question.dtype) * max(difference.logits_scale, LEAST_SCALE)
+        if not difference.logits <= limit:  # the negated comparison also reports NaN
+            by = f"{difference.logits:.2g}, largest logit {difference.logits_scale:.2g}"
+            reasons.append(f"logits differ from one process's by {by}")
+        number = difference.first_unequal
+        if number is not None:
+            assert difference.margin is not None
+            why = f"one process prefers its own by {difference.margin:.2g}"
+            tie = ", less than rounding may change" if difference.margin <= limit else ""
+            reasons.append(f"token {number + 1} is not that of one process, which {why}{tie}")
+        return tuple(reasons)
 
     @property
     def timeline(self) -> Timeline:
@@ -66,12 +105,18 @@ class RunResult(Answer):
             "partition": list(plan.partition.chunk_lens),
             **stages_to_json(plan.partition.chunk_lens, plan.stage_layers),
             **blocks,
+            "ttft_s": timing.median_s,
             "measured_ttft_s": timing.median_s,
             "measured_iqr_s": timing.iqr_s,
             "samples_s": list(timing.ttft_s),
             "predicted_ttft_s": self.predicted_s,
+            "tpot_s": self.tpot_s,
+            "tokens": list(self.decoding.tokens[0]),
+            "tokens_equal": None if difference is None else difference.first_unequal is None,
+            "kv_cache": self.kv_cache,
             "max_logit_error": difference and difference.logits,
             "largest_logit": difference and difference.logits_scale,
+            "reasons": list(self.reasons),
             "all_gather": all_gather,
             "per_rank": [self._rank(rank) for rank in range(self.timeline.num_ranks)],
             **fields_to_json(self, "conditions", "warnings"),
@@ -100,7 +145,7 @@ def run_here(
     Raises InputError for a strategy that the runtime cannot run, for a machine that cannot run the strategy or lacks
     memory, or for kvr-s without partition and profile; RankError where a rank fails.
     """
-    run_strategy(strategy)
+    check_decoding(run_strategy(strategy), hardware.output_tokens)
     chosen = get_strategy(strategy)
     scenario = hardware.runnable(scenario, needs_profile=False)
     _check_partition_rule(chosen, partition, has_profile=scenario.profile is not None)

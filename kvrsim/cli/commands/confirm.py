@@ -189,9 +189,12 @@ def confirmation_screen(result: Confirmation) -> list[Part]:
     logits = None
     if result.max_logit_error is not None:
         logits = f"differ from one process's by at most {result.max_logit_error:.2g}"
+    conditions = dict(result.conditions)
+    weights = conditions.pop("weights")
     table = facts(
         ("logits:", logits),
-        ("machine:", "; ".join(f"{name} {value}" for name, value in result.conditions.items())),
+        ("weights:", weights),
+        ("machine:", "; ".join(f"{name} {value}" for name, value in conditions.items())),
         *note_rows(result.warnings),
     )
     return [answer, "", *header(result.question, result.cluster), "", candidates_table(result), "", table]

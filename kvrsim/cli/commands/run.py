@@ -1,10 +1,13 @@
-"""`kvrsim run`: one strategy's prefill, measured on this machine."""
+"""`kvrsim run`: one strategy's prefill, and tokens decoded from its KV cache, measured on this machine."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
-from kvrsim.arguments import ChunkLens, Help, MeasuredArgs
+from click.exceptions import Exit
+
+from kvrsim.arguments import ChunkLens, Help, MeasuredArgs, Tokens
 from kvrsim.cli.options import HardwareArgs, Json, PageArgs, hardware_of, require_torch, with_options
 from kvrsim.cli.output import print_result, warn_once, write_files
 from kvrsim.cli.progress import Progress
@@ -25,6 +28,8 @@ _STRATEGY = (
 _PARTITION = (
     "New tokens of each rank or piece. Default: the strategy's own; kvr-s, pp and pp-s search it with --profile."
 )
+_OUTPUT_TOKENS = "Tokens to generate; those after the first are decoded from the prefill's KV cache."
+_CHECK = "Compare logits and tokens with those of transformers in one process."
 FIXED = {"prefix_placement": "all", "expert_parallel": False, "expert_imbalance": None}
 
 
@@ -36,24 +41,27 @@ def run(
     *,
     strategy: Annotated[str, Help(_STRATEGY, metavar="NAME", section="Question")],
     partition: Annotated[ChunkLens | None, Help(_PARTITION, metavar="LEN,LEN,...", section="Question")] = None,
-    check: Annotated[bool, Help("Compare logits with those of one process.", section="Measurement")] = False,
+    output_tokens: Annotated[Tokens, Help(_OUTPUT_TOKENS, metavar="N", section="Question")] = 1,
+    check: Annotated[bool, Help(_CHECK, section="Measurement")] = False,
     json: Json = False,
 ) -> None:
     """Measure one strategy's prefill on this machine.
 
-    It starts the ranks itself, or runs as one rank of torchrun.
+    With --output-tokens, the rank that holds the KV cache after the prefill goes on to decode from it. The command
+    starts the ranks itself, or runs as one rank of torchrun. With --check, the exit code is 1 if tokens or logits are
+    not those of one process.
 
     Example: kvrsim run --model tiny-llama --strategy kvr-e --ctx 1k --gpus 2
     """
-    from kvrsim.runtime.plan import run_strategy
+    from kvrsim.runtime.plan import check_decoding, run_strategy
 
-    run_strategy(strategy)
+    check_decoding(run_strategy(strategy), output_tokens)
     require_torch()
     from planner.confirm.hardware import Reporter
     from planner.confirm.run import run_here
 
     scenario, warnings = _scenario(args, hardware.device)
-    machine = hardware_of(hardware, args, scenario)
+    machine = replace(hardware_of(hardware, args, scenario), output_tokens=output_tokens)
     with Progress("planning and starting ranks", is_timed=True) as progress:
         result = run_here(
             scenario,
@@ -72,6 +80,8 @@ def run(
         (files.trace, lambda path: result.timeline.write_chrome_trace(path, result.question, **about)),
         (files.plot, result.write_plot),
     )
+    if result.reasons:
+        raise Exit(1)
 
 
 def _scenario(args: MeasuredArgs, device: str) -> tuple[Scenario, tuple[str, ...]]:
@@ -109,14 +119,46 @@ def run_screen(result: RunResult) -> list[Part]:
     if (difference := timing.difference) is not None:
         largest = f"{difference.logits:.2g} of {difference.logits_scale:.2g}"
         logits = f"differ from one process's by at most {largest}"
+    tpot = None
+    if result.tpot_s is not None:
+        steps = len(result.decoding.step_s)
+        tpot = f"{format_seconds(result.tpot_s)} per token, median of {steps} decoded"
     answer = facts(
         ("TTFT:", headline(f"{result.strategy.name} on {gpus}, {format_seconds(timing.median_s)} {measured}")),
+        ("TPOT:", tpot),
         ("predicted:", predicted),
         ("partition:", chunks),
+        *((Text("NOT EQUAL:", style="red"), reason) for reason in result.reasons),
     )
-    machine = "; ".join(f"{name} {value}" for name, value in result.conditions.items())
-    table = facts(("compute, wait:", parts), ("logits:", logits), ("machine:", machine), *note_rows(result.warnings))
+    conditions = dict(result.conditions)
+    weights = conditions.pop("weights")
+    machine = "; ".join(f"{name} {value}" for name, value in conditions.items())
+    table = facts(
+        ("compute, wait:", parts),
+        ("KV cache:", result.kv_cache),
+        ("tokens:", tokens_text(result)),
+        ("logits:", logits),
+        ("weights:", weights),
+        ("machine:", machine),
+        *note_rows(result.warnings),
+    )
     first, _ = header(question, question.cluster)
     by = () if question.profile == ROOFLINE else (f"predicted by profile {question.profile}", *question.engine_text())
     second = Text(" · ".join((f"measured on {result.conditions['device']}", *by)), style="dim")
     return [answer, "", first, second, "", narrowing(ranks_table(result), "sent", "tokens"), "", table]
+
+
+_MOST_TOKENS = 16  # tokens that the screen shows
+
+
+def tokens_text(result: RunResult) -> str:
+    """The first generated tokens of the first prompt, and whether they were compared."""
+    tokens = result.decoding.tokens[0]
+    shown = " ".join(map(str, tokens[:_MOST_TOKENS]))
+    more = f" and {len(tokens) - _MOST_TOKENS} more" if len(tokens) > _MOST_TOKENS else ""
+    difference = result.timing.difference
+    if difference is None:
+        return f"{shown}{more}"
+    if difference.first_unequal is None:
+        return f"{shown}{more}, equal to those of transformers in one process"
+    return f"{shown}{more}, not equal to those of transformers in one process"

@@ -18,7 +18,7 @@ from kvrsim.runtime.attention import in_query_blocks
 from kvrsim.runtime.geometry import Geometry
 from kvrsim.runtime.kv_cache import CacheListener, Chunk, Memory, PrefixCache, UpdateEvent, make_buffers
 from kvrsim.runtime.model import ModelForward
-from kvrsim.runtime.plan import REAL_RUNS, RunPlan
+from kvrsim.runtime.plan import REAL_RUNS, RunPlan, check_decoding
 from kvrsim.runtime.transport import Edge, Pending, Transport
 
 
@@ -56,9 +56,7 @@ class Exchange(CacheListener):
         self.geometry = forward.geometry
         self.rank = transport.rank
         self.clock = marks.clock_of(self.geometry.device, all_streams=True)
-        self.logits: Tensor | None = (
-            None  # logits of the last token, [B, vocabulary], after a prefill, on the rank that emits it
-        )
+        self.logits: Tensor | None = None  # of the last token, [B, vocabulary], after a prefill, on ranks that decode
         self.layer = 0  # number of the layer that the rank has reached
         self._receives: dict[int, list[tuple[int, Pending]]] = {}  # source and message of each posted receive, by layer
         self._sends: list[Pending] = []
@@ -74,7 +72,8 @@ class Exchange(CacheListener):
         """Return the tokens of a rank, a Chunk; None if the rank has no part, which only `Single` has."""
         assert len(plan.partition.chunk_lens) == size, "one chunk per rank"
         start, end = plan.partition.boundaries[rank : rank + 2]
-        return Chunk(start=start, length=end - start, batch=plan.batch)
+        room = plan.output_tokens - 1 if rank == cls.first_token_rank(plan, size) else 0
+        return Chunk(start=start, length=end - start, batch=plan.batch, room=room)
 
     @classmethod
     def check(cls, plan: RunPlan, geometry: Geometry) -> None:
@@ -83,6 +82,7 @@ class Exchange(CacheListener):
         if min(plan.partition.chunk_lens[1:], default=least) < least:
             accepted = f"chunks of at least {least} tokens after the first, for {geometry.model_type}"
             raise InputError("partition", plan.chunks, accepted)
+        check_decoding(plan.strategy, plan.output_tokens)
         if plan.query_blocks and (reason := geometry.why_no_own_attention()):
             raise InputError("query_blocks", plan.label, f"one call of attention for {geometry.model_type}: {reason}")
 
@@ -100,6 +100,11 @@ class Exchange(CacheListener):
     def emits_token(self) -> bool:
         """Whether this rank emits the first token."""
         return self.rank == self.first_token_rank(self.plan, self.transport.size)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether this rank takes part in decoding: it has K and V that the next token needs."""
+        return self.emits_token
 
     # One rank's prefill.
 
@@ -123,9 +128,11 @@ class Exchange(CacheListener):
             self.clock.mark("start")
             if self.cache is not None:
                 result = self.run(input_ids)
-                if self.emits_token:
+                if self.decodes:
                     assert result is not None
                     self.logits = result
+                if self.emits_token:
+                    assert result is not None
                     result.argmax(-1).tolist()  # the first token, which a user waits for
             self.clock.mark("token")
             recorded: tuple[marks.Mark, ...] = ()

@@ -21,7 +21,7 @@ class Single(Exchange):
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk | None:
         if rank < size - 1:
             return None
-        return Chunk(start=0, length=plan.context_len, batch=plan.batch)
+        return Chunk(start=0, length=plan.context_len, batch=plan.batch, room=plan.output_tokens - 1)
 
 
 class ChainExchange(Exchange):

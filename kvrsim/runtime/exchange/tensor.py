@@ -172,7 +172,12 @@ class TensorParallel(Exchange):
     @classmethod
     def chunk_of(cls, plan: RunPlan, rank: int, size: int) -> Chunk:
         """Return the whole context: every rank runs all tokens."""
-        return Chunk(start=0, length=plan.context_len, batch=plan.batch)
+        return Chunk(start=0, length=plan.context_len, batch=plan.batch, room=plan.output_tokens - 1)
+
+    @property
+    def decodes(self) -> bool:
+        """All ranks decode together: each one has its own heads."""
+        return True
 
     @classmethod
     def check(cls, plan: RunPlan, geometry: Geometry) -> None:

@@ -33,8 +33,8 @@ Result = tuple[str, str, str, Difference]  # model, kernel, plan
 
 
 def exact(difference: Difference, tolerance: float = 1e-4) -> bool:
-    """Whether the error of the logits, relative to the largest one, is within the tolerance."""
-    return difference.logits <= tolerance * difference.logits_scale
+    """Whether the error of the logits, relative to the largest one, is within the tolerance, and tokens are equal."""
+    return difference.logits <= tolerance * difference.logits_scale and difference.first_unequal is None
 
 
 def model_of(name: str, kernel: str = "sdpa", seed: int = 1) -> Any:
@@ -69,7 +69,11 @@ def plans_of(size: int, geometry: Geometry) -> list[RunPlan]:
         run_plan("zigzag", *even, gather="collective"),
         run_plan("kvr", *uneven, query_blocks=blocks),
         run_plan("kvr", *even, batch=2, query_blocks=((64,) * layers,) * size),
-        run_plan("tp", CONTEXT_LEN, batch=2),
+        run_plan("single", CONTEXT_LEN, output_tokens=5),
+        run_plan("kvr", *uneven, batch=2, output_tokens=5),
+        run_plan("kvr_direct", *uneven, output_tokens=5),
+        run_plan("tsp", *even, output_tokens=5),
+        run_plan("tp", CONTEXT_LEN, batch=2, output_tokens=5),
         run_plan("tp", CONTEXT_LEN, gather="collective"),
         run_plan("pp", 9, 7, 1, 6, batch=2, stage_layers=Partition.even(max(layers, size), size).chunk_lens),
         run_plan("pp", CONTEXT_LEN, stage_layers=(1,) * (size - 1) + (layers + 1 - size,)),

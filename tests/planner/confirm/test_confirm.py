@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 import kvrsim
 from kvrsim.builder import make_scenario
@@ -20,6 +22,7 @@ from planner.confirm.confirm import strategies_here
 from planner.confirm.hardware import Hardware
 from tests.building.commands import page_data
 from tests.kvrsim.runtime.runtime_models import KINDS
+from tests.kvrsim.runtime.runtime_workers import model_of
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
 
 ROOT = Path(__file__).parents[3]
@@ -92,10 +95,28 @@ def test_from_python_one_gpu_has_one_candidate(folder: Path) -> None:
         assert f"{result.choice.rel_error:+.1%}" in html
 
 
-def test_run_measures_one_strategy_and_checks_it(folder: Path) -> None:
+def generated(checkpoint: Path, ctx: int, seed: int, tokens: int) -> list[int]:
+    """Tokens that transformers generates greedily from a checkpoint after the prompt of a seed, without kvrsim."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    prompt = torch.randint(0, model.config.vocab_size, (1, ctx), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(prompt)
+    output = model.generate(prompt, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
+    return [int(token) for token in output[0, ctx:]]
+
+
+def test_run_measures_one_strategy_of_a_checkpoint_and_checks_it(folder: Path) -> None:
+    checkpoint = folder / "checkpoint"
+    model_of("llama-gqa", seed=7).save_pretrained(checkpoint)
     words = arguments(folder, "run", "--strategy", "kvr-s", "--partition", "60,36", "--check", *SHORT)
+    words += ["--model", str(checkpoint), "--output-tokens", "6", "--seed", "2"]
     code, result, errors = said([*words, "--trace", str(folder / "run.json"), "--plot", str(folder / "run.html")])
     assert code == 0, errors
+    assert result["tokens"] == generated(checkpoint, ctx=96, seed=2, tokens=6)
+    assert result["tokens_equal"] is True
+    assert result["reasons"] == []
+    assert result["ttft_s"] == result["measured_ttft_s"]
+    assert result["tpot_s"] > 0
+    assert result["conditions"]["weights"].startswith("of the checkpoint, 1 file of ")
     assert (result["strategy"], result["partition"]) == ("kvr-s", [60, 36])
     assert result["max_logit_error"] <= 1e-5 * result["largest_logit"]
     assert result["predicted_ttft_s"] > 0
@@ -119,6 +140,8 @@ MISTAKES = [
     (("run", "--strategy", "kvr-e", "--partition", "50,40"), "--partition", "sum to 96 tokens, not 90"),
     (("run", "--strategy", "kvr-e", "--partition", "90,3,3"), "--partition", "2 chunk lengths, one a GPU"),
     (("run", "--strategy", "kvr-p"), "--partition", "a partition: run does not read the table of kvr-p"),
+    (("run", "--strategy", "ring", "--output-tokens", "3"), "--output-tokens", "its own tokens; others decode: single"),
+    (("run", "--strategy", "kvr-e", "--output-tokens", "0"), "--output-tokens", "0"),
     (("run", "--strategy", "single,tsp"), "--strategy", "what the runtime runs: single, tsp"),
     (("run", "--strategy", "tp2+kvr-s"), "--strategy", "planned and simulated only"),
     (("confirm", "--repeats", "0"), "--repeats", "0"),
