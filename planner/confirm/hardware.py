@@ -103,8 +103,8 @@ class Hardware:
                 raise InputError("model", self.config, accepted)
         return ModelChoice(
             config=self.config,
-            dtype=scenario.request.dtype,  # type: ignore[arg-type]
-            attention=scenario.kernel,
+            dtype=scenario.request.dtype,
+            attention=scenario.kernel,  # type: ignore[arg-type]
             seed=self.seed,
             checkpoint=checkpoint,
         )
