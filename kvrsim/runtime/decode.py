@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from kvrsim.runtime.exchange import Exchange
-from kvrsim.runtime.plan import Decoding, Difference
+from kvrsim.runtime.plan import Difference, GeneratedTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def decode(exchange: Exchange) -> Decoding | None:
+def decode(exchange: Exchange) -> GeneratedTokens | None:
     """Generate the plan's tokens after a prefill, each the one with the largest logit.
 
     The first token is that of the prefill. All ranks that decode return the same tokens; the others return None.
@@ -41,7 +41,7 @@ def decode(exchange: Exchange) -> Decoding | None:
         columns.append(token.flatten().tolist())  # waits for the device
         cache.advance()
         step_s.append(time.monotonic() - began_s)
-    return Decoding(tokens=tuple(zip(*columns, strict=True)), step_s=tuple(step_s))
+    return GeneratedTokens(tokens=tuple(zip(*columns, strict=True)), step_s=tuple(step_s))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ def reference_of(model: PreTrainedModel, ids: Tensor, output_tokens: int = 1) ->
     return Reference(logits=first, tokens=tokens, later_logits=tuple(logits.cpu() for logits in later))
 
 
-def difference(exchange: Exchange, decoding: Decoding, reference: Reference) -> Difference:
+def difference(exchange: Exchange, decoding: GeneratedTokens, reference: Reference) -> Difference:
     """Compare a prefill's logits and the generated tokens with those of one process, on a rank that has them."""
     assert exchange.logits is not None
     logits = reference.logits

@@ -169,7 +169,7 @@ class Difference:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decoding:
+class GeneratedTokens:
     """Tokens that ranks have generated after a prefill, each the one with the largest logit."""
 
     tokens: tuple[tuple[int, ...], ...]  # tokens of each prompt, the first one included
@@ -185,7 +185,7 @@ class Timing:
     parts: tuple[tuple[Parts, ...], ...] = ()  # virtual ranks: seconds per repetition, per rank
     timeline: Timeline | None = None  # timeline of one more prefill with hooks in its layers; None: virtual ranks
     difference: Difference | None = None  # difference from the same prefill in one process; None: not compared
-    decoding: Decoding | None = None  # generated tokens; None: virtual ranks
+    decoding: GeneratedTokens | None = None  # generated tokens; None: virtual ranks
 
     @property
     def median_s(self) -> float:

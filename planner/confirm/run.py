@@ -13,7 +13,7 @@ from kvrsim.results.question import Question
 from kvrsim.results.results import Answer, stages_to_json
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.host import started_by_torchrun
-from kvrsim.runtime.plan import Decoding, RunPlan, Timing, check_decoding, run_strategy
+from kvrsim.runtime.plan import GeneratedTokens, RunPlan, Timing, check_decoding, run_strategy
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from planner.candidates import Search
@@ -39,7 +39,7 @@ class RunResult(Answer):
         return self.timing.plan
 
     @property
-    def decoding(self) -> Decoding:
+    def decoding(self) -> GeneratedTokens:
         """The generated tokens."""
         assert self.timing.decoding is not None
         return self.timing.decoding
