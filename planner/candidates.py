@@ -27,6 +27,7 @@ from kvrsim.program import Program, computes_s, waited_s
 from kvrsim.results.results import NotTried
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import (
+    KVR_S,
     STRATEGIES,
     Strategy,
     chain_like,
@@ -468,8 +469,9 @@ def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search)
 
     If `compared.limited`, every partition is rough at first: even pieces, or the chain's analytical plan. Then the
     strategies that could be the best, or the best that engines have, are searched, the likeliest first, until the
-    budget is spent. Strategies whose first simulation takes long come last, and only within the budget. The budget
-    counts modelled work, not measured time, so that a busy machine finds the same result.
+    budget is spent. kvr-s is always searched to the end, unless a simulation takes long. Strategies whose first
+    simulation takes long come last, and only within the budget. The budget counts modelled work, not measured time,
+    so that a busy machine finds the same result.
 
     While nothing fits, the budget does not count: all strategies are tried, the rare ones as well.
     """
@@ -487,6 +489,8 @@ def _first_candidates(
 
     def try_out(strategy: Strategy) -> None:
         rough = limited and strategy.partition_rule in _MOST_GAIN
+        if strategy.name == KVR_S.name and strategy not in long:
+            rough = False
         by_name[strategy.name] = (
             _rough(scenario, strategy, by_name)
             if rough
@@ -552,7 +556,7 @@ def _search_the_likeliest(
         candidate = replace(search, allowance=allowance).candidate(scenario, strategy, _chain(by_name, strategy))
         assert candidate.search is not None
         left_s -= left_s / 2 - allowance.left_s
-        if candidate.fits and candidate.ttft_s < one.ttft_s:
+        if candidate.fits and candidate.ttft_s <= one.ttft_s:
             by_name[strategy.name] = candidate
             if search.on_candidate is not None:
                 search.on_candidate(candidate)
@@ -582,7 +586,11 @@ def _rough(scenario: Scenario, strategy: Strategy, by_name: dict[str, Candidate]
     """The candidate before a search: the analytical plan, or the even pieces of a pipeline of the same sizes."""
     chain = by_name.get(chain_like(strategy).name)
     if strategy.chains and chain is not None:  # this strategy may split attention calls where that is faster
-        alike = replace(chain, execution=execution_of(scenario, strategy))
+        assert chain.search is not None
+        unsearched = replace(chain.search.report, method=ROUGH, evaluations=0)
+        alike = replace(
+            chain, execution=execution_of(scenario, strategy), search=replace(chain.search, report=unsearched)
+        )
         if alike.ttft_s >= chain.ttft_s:
             return alike
     if strategy.partition_rule == "search":

@@ -12,6 +12,7 @@ from kvrsim.errors import InputError
 from kvrsim.execution import execute
 from kvrsim.notes import note, without
 from kvrsim.program import AllGather, AllToAll, Op, Program, RingPass
+from kvrsim.published import measured_in_paper
 from kvrsim.results.question import Question
 from kvrsim.results.results import (
     NEAR,
@@ -88,7 +89,9 @@ def make_plan(
     compared = strategies_to_compare(scenario, strategies, noisy=disturbance is not None, engine=search.engine)
     ranking = Ranking.of(scenario, compared, search, disturbance)
     scenario = ranking.scenario
-    results = [ranking.result(one) for one in ranking.ranked]
+    question = _question(scenario, strategies, search, disturbance, seed)
+    paper = measured_in_paper(question)
+    results = [ranking.result(one, paper.get(one.strategy.name)) for one in ranking.ranked]
     first = next(one for one in results if one.strategy == ranking.best.strategy.name)
     timed, untimed = ranking.timed(timelines)
     notes = compared.notes if first.fits else without(compared.notes, "cannot fit")  # the shortfall says more
@@ -99,7 +102,7 @@ def make_plan(
             "timeline": lambda: ranking.best.timeline if timelines else None,
             "timelines": lambda: {one.strategy.name: one.timeline for one in timed},
         },
-        question=_question(scenario, strategies, search, disturbance, seed),
+        question=question,
         first=first,
         strategies=tuple(results),
         yardstick=ranking.baseline.strategy.name if ranking.baseline else None,
@@ -229,8 +232,8 @@ class Ranking:
         """The promise for the best strategy."""
         return promise_of(self.best, target, self.noisy.get(self.best.strategy.name), seed=seed)
 
-    def result(self, one: Candidate) -> StrategyResult:
-        """The plan's results for one strategy."""
+    def result(self, one: Candidate, paper_ttft_s: float | None) -> StrategyResult:
+        """The plan's results for one strategy. paper_ttft_s: the TTFT that the KV-Runahead paper measured."""
         tsp = next((other for other in self.candidates if other.strategy.name == "tsp"), None)
         later = {
             "is_tied": lambda: one is not self.best and self._is_tied(self.best, one),
@@ -256,6 +259,9 @@ class Ranking:
             layout=layout_on_gpus(one.strategy, self.scenario),
             searched=not is_rough(one),
             engines=engines_with(one.strategy, self.scenario),
+            effort=None if one.search is None else one.search.report,
+            lower_bound_s=None if one.search is None else one.search.lower_bound_s,
+            paper_ttft_s=paper_ttft_s,
         )
 
     # -- bounds

@@ -17,13 +17,14 @@ import numpy as np
 import kvrsim
 from kvrsim.builder import make_scenario
 from kvrsim.noise import Distribution, parse_noise
+from kvrsim.published import PublishedTtft, read_rows
 from kvrsim.results.results import Plan, SimResult
 from kvrsim.units import format_tokens
 from planner.candidates import Search
 from planner.simulate import run_simulation
 from planner.table.table import PartitionTable
 from planner.uncertainty.noise import Disturbance
-from validate.published.compare import DATA, Row, read_rows, scenario_of
+from validate.published.compare import DATA, scenario_of
 from validate.report import RESULTS, fill, numbers_table, write_page
 
 FAST = "300GB/s"  # the link of the figures, as the publication names it
@@ -36,7 +37,7 @@ STRATEGIES = {"tsp": "TSP", "kvr-e": "KVR-E", "kvr-s": "KVR-S"}
 class Scope:
     """The published rows, and the simulated cases."""
 
-    rows: tuple[Row, ...] = field(default_factory=read_rows)
+    rows: tuple[PublishedTtft, ...] = field(default_factory=read_rows)
     gpu_counts: tuple[int, ...] = (2, 4, 8)
     scaling_context_len: int = 16384  # tokens
     scaling_gpu_counts: tuple[int, ...] = (1, 2, 4, 8)
@@ -50,7 +51,7 @@ class Scope:
         """The models of MODELS with published TTFTs over NVLink."""
         return tuple(model for model in MODELS if self.contexts(model))
 
-    def printed_rows(self, model: str, num_gpus: int, strategy: str) -> dict[int, Row]:
+    def printed_rows(self, model: str, num_gpus: int, strategy: str) -> dict[int, PublishedTtft]:
         """Return published rows over NVLink, by context."""
         columns = (model, num_gpus, strategy, FAST)
         rows = [row for row in self.rows if (row.model, row.num_gpus, row.strategy, row.link) == columns]
@@ -74,7 +75,7 @@ def simulate(model: str, context_len: int, num_gpus: int, strategy: str) -> SimR
 
 
 @cache
-def simulate_row(row: Row) -> SimResult:
+def simulate_row(row: PublishedTtft) -> SimResult:
     """Simulate a published row as the accuracy page does."""
     scenario, strategy = scenario_of(row)
     return run_simulation(scenario, strategy=strategy)

@@ -135,7 +135,7 @@ def logits(machine: Machine) -> Finding:
     """Compare logits of the paper's strategies, on two ranks and on all ranks, with those of one process."""
     finding = Finding()
     tokens = 4096 if machine.on_gpu else 256
-    for strategy in usual_names("confirmations"):
+    for strategy in usual_names("paper"):
         for gpus in (1,) if strategy == "single" else sorted({2, machine.most_ranks} - {1}):
             words = ["--strategy", strategy, "--gpus", gpus, "--ctx", tokens, "--dtype", machine.dtype, "--check"]
             words += ["--attention", "sdpa" if strategy == "tsp" else "flash", "--repeats", 1]

@@ -12,8 +12,9 @@ import numpy as np
 
 from kvrsim.builder import make_scenario
 from kvrsim.engine import SHORT_TOKENS, load_engine
+from kvrsim.published import read_table
 from planner.simulate import run_simulation
-from validate.published.compare import read_table
+from validate.published.compare import DATA
 from validate.report import fill, summary, table
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def compare() -> pandas.DataFrame:
     """
     import pandas
 
-    frame = pandas.DataFrame(read_table("serving_prefills.csv")).astype(_TYPES)
+    frame = pandas.DataFrame(read_table(DATA / "serving_prefills.csv")).astype(_TYPES)
     rows = pandas.concat([frame[frame.engine_name == name] for name in ENGINES], ignore_index=True)
     seconds = np.array([_predicted_s(row) for row in rows.itertuples()])
     measured_s, (predicted_s, low_s, high_s) = rows.seconds.to_numpy(), seconds.T

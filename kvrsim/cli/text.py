@@ -97,7 +97,9 @@ def _lines(part: Part, width: int, *, terminal: bool) -> Iterator[str]:
         widths = _table_widths(part, width - gap * (len(part.columns) - 1))
         layout: Any = {"widths": widths, "numbers": [column.number for column in part.columns], "gap": " " * gap}
         yield from _row([column.title for column in part.columns], **layout, styles=["bold"] * len(widths))
-        for cells, style in zip(part.texts(), part.styles, strict=True):
+        for number, (cells, style) in enumerate(zip(part.texts(), part.styles, strict=True)):
+            if number in part.headings:
+                yield part.headings[number]
             yield from _row(cells, **layout, styles=[style] * len(widths))
 
 
@@ -177,7 +179,9 @@ def _fit(part: Part, width: int, *, terminal: bool) -> Iterator[str | Table | Fa
 def _stack(table: Table) -> Iterator[str | Facts]:
     """Rows as lists of titles and cells, for a screen that is too narrow for the table."""
     first, *others = table.columns
-    for cells in table.texts():
+    for number, cells in enumerate(table.texts()):
+        if number in table.headings:
+            yield table.headings[number]
         yield Text(f"{first.label} {cells[0]}".strip(), "bold")
         labels = [f"  {column.label}" for column in others]
         yield facts(*zip(labels, cells[1:], strict=True), style="")

@@ -260,6 +260,9 @@ class StrategyResult(StrategyPrediction, OnFirstUse):
     layout: Layout  # layout of all GPUs
     searched: bool = True  # False: a rough partition; the strategy cannot be the best, or the budget ended
     engines: Mapping[str, str] = field(default_factory=dict)  # engines with the strategy, each with the checked version
+    effort: SearchReport | None = None  # effort of the search of its partition; None: nothing to search, or a table
+    lower_bound_s: float | None = None  # proven in that search: none of its partitions is faster; None: not proven
+    paper_ttft_s: float | None = None  # TTFT that the KV-Runahead paper measured; None: it did not ask this question
     later: Mapping[str, Callable[[], Any]] = field(default_factory=dict, repr=False, compare=False)  # see OnFirstUse
 
     def __repr__(self) -> str:
@@ -279,7 +282,7 @@ class StrategyResult(StrategyPrediction, OnFirstUse):
         return (
             content
             | {"peak_bytes": [rank.total for rank in self.memory]}
-            | fields_to_json(self, "fits", "engines", "layout", "searched")
+            | fields_to_json(self, "fits", "engines", "layout", "searched", "effort", "lower_bound_s", "paper_ttft_s")
         )
 
 

@@ -15,7 +15,7 @@ from kvrsim.strategies.pipeline import PIPELINE, PIPELINE_SEARCHED
 from kvrsim.strategies.ring import RING, STRIPED, ZIGZAG_RING
 from kvrsim.strategies.ulysses import ULYSSES
 
-__all__ = ["BASELINES", "KVR_E", "KVR_S", "STRATEGIES", "Step", "Strategy", "get_strategy"]
+__all__ = ["BASELINES", "KVR_E", "KVR_S", "STRATEGIES", "TSP", "Step", "Strategy", "get_strategy"]
 
 STRATEGIES = {
     strategy.name: strategy

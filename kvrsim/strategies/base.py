@@ -22,7 +22,7 @@ PipelineProgram = Callable[..., Program]  # program from scenario, strategy, pie
 Refusal = Callable[[ModelSpec, int], str | None]
 # What considers a strategy where the user names none: hybrids tpN+NAME of a plan, fleets, fleets whose GPUs share one
 # bandwidth, maps, and confirmations.
-Use = Literal["hybrids", "fleets", "fleets on a bus", "maps", "confirmations"]
+Use = Literal["hybrids", "fleets", "fleets on a bus", "maps", "paper"]
 _ALL_RANKS = Degrees(context=None)  # the strategy itself splits the context over all ranks
 _NAME = re.compile(r"[^\s,:]+")
 

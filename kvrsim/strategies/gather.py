@@ -44,7 +44,7 @@ TSP = Strategy(
     family="all-gathers",
     colour=("#df8f03", "#d89a04"),
     baseline_rank=0,
-    usual_in=frozenset({"fleets", "fleets on a bus", "maps", "confirmations"}),
+    usual_in=frozenset({"fleets", "fleets on a bus", "maps", "paper"}),
     is_replayable=True,
     real_run=RealRun(
         "tsp",

@@ -69,7 +69,7 @@ KVR_S = Strategy(
     ),
     family="chains",
     colour=("#2e70e9", "#3a7de0"),
-    usual_in=frozenset({"hybrids", "fleets", "fleets on a bus", "maps", "confirmations"}),
+    usual_in=frozenset({"hybrids", "fleets", "fleets on a bus", "maps", "paper"}),
     is_replayable=True,
     real_run=RealRun("kvr", "chain.ChainExchange"),
 )
@@ -85,7 +85,7 @@ KVR_E = replace(
     ),
     colour=("#5075ac", "#829dcf"),
     baseline_rank=2,
-    usual_in=frozenset({"confirmations"}),
+    usual_in=frozenset({"paper"}),
 )
 KVR_P = replace(
     KVR_S,

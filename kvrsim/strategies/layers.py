@@ -45,7 +45,7 @@ SINGLE = Strategy(
     family="one GPU",
     colour=("#747678", "#6c727a"),
     baseline_rank=3,
-    usual_in=frozenset({"fleets", "fleets on a bus", "maps", "confirmations"}),
+    usual_in=frozenset({"fleets", "fleets on a bus", "maps", "paper"}),
     is_replayable=True,
     real_run=RealRun("single", "chain.Single", cache="one rank holds the K and V of all tokens"),
 )

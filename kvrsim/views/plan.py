@@ -12,8 +12,9 @@ from kvrsim.units import format_seconds
 from kvrsim.views import page as html
 from kvrsim.views.figure import WIDTH, Head, figure_with_head, set_lanes
 from kvrsim.views.gantt import draw_gantt
+from kvrsim.views.plan_text import sentences, strategies_table
 from kvrsim.views.style import INK, chart_style, strategy_colour
-from kvrsim.views.table import Cell, format_interval, format_partition, sentences, strategies_table
+from kvrsim.views.table import Cell, format_interval, format_partition
 from kvrsim.views.timeline import SCRIPTS, LabelledTimeline, gantt_section, memory_data, memory_section, timelines_data
 
 if TYPE_CHECKING:

@@ -114,7 +114,7 @@ def strategies_here(
     if scenario.cluster.num_gpus == 1:
         return ("single",), ()
     if names is None:
-        names = usual_names("confirmations")
+        names = usual_names("paper")
     chosen = [name for name in dict.fromkeys(names) if name != "all"]
     for name in chosen:
         _check_measurable(name, scenario, mode, hardware)

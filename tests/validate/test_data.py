@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from validate.published.compare import read_table
+from kvrsim.published import read_table
+from validate.published.compare import DATA
 
-ROWS = read_table("serving_prefills.csv")
+ROWS = read_table(DATA / "serving_prefills.csv")
 ENGINES = {
     "vllm-2023": 52,
     "loongserve-2024": 14,

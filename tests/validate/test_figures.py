@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import kvrsim
+from kvrsim.published import read_rows
 from validate.figures import FAST, PROFILE, Predictions, Scope, page, simulate
-from validate.published.compare import read_rows
 
 pytestmark = pytest.mark.slow
 DOCS = Path(__file__).parents[2] / "docs" / "results"

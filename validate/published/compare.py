@@ -2,91 +2,27 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
 from kvrsim.builder import make_scenario
 from kvrsim.kernels.profile import Residual, load_profile
+from kvrsim.published import PublishedTtft, read_rows
 from kvrsim.scenario import Scenario
 from planner.simulate import run_simulation
 from validate.report import fill, summary, table
 
 DATA = Path(__file__).parents[1] / "data"
-Link = Literal["none", "300GB/s", "10GB/s", "1GB/s"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """One TTFT that the paper prints."""
-
-    source: str  # name of the publication
-    table: str  # table of the publication
-    model: str
-    context_len: int  # tokens
-    num_gpus: int
-    strategy: str  # name of the strategy; "kvr" where the publication does not name the partition
-    link: Link  # bandwidth as the publication prints it; "none" for one GPU
-    ttft_s: float
-    used_for_calibration: bool
-    blind_until: str  # no fit or choice used the row before this date; "": rows used from the start
-    profile: str  # calibration profile of the machine and software
-
-    @property
-    def rounding_s(self) -> float:
-        """Half of the last printed digit: 1 ms below 4k tokens over NVLink (not for Llama 30B), otherwise 10 ms."""
-        fine = self.link == "300GB/s" and self.context_len < 4096 and self.model != "llama-30b"
-        return 0.0005 if fine else 0.005
-
-    def is_inside(self, low_s: float, high_s: float) -> bool:
-        """Whether the printed value, considering its rounding, lies in an interval."""
-        return low_s <= self.ttft_s + self.rounding_s and self.ttft_s - self.rounding_s <= high_s
-
-    @property
-    def case(self) -> str:
-        """Description of the row."""
-        link = "" if self.link == "none" else f" at {self.link}"
-        return (
-            f"{self.model} {self.context_len} {self.strategy} on {self.num_gpus} GPU{'s' * (self.num_gpus > 1)}{link}"
-        )
-
-
-def read_rows() -> tuple[Row, ...]:
-    """All rows that the paper prints."""
-    return tuple(_row(fields) for fields in read_table("kv_runahead_icml2024.csv"))
-
-
-def read_table(name: str) -> list[dict[str, str]]:
-    """The rows of a file in validate/data, by column; lines that begin with # are citations."""
-    lines = [line for line in (DATA / name).read_text("utf-8").splitlines() if not line.startswith("#")]
-    return list(csv.DictReader(lines))
-
-
-def _row(fields: dict[str, str]) -> Row:
-    link = next(one for one in get_args(Link) if one == fields["link"])
-    texts = {name: fields[name] for name in ("source", "table", "model", "strategy", "blind_until")}
-    return Row(
-        **texts,
-        context_len=int(fields["context_len"]),
-        num_gpus=int(fields["num_gpus"]),
-        link=link,
-        ttft_s=float(fields["ttft_s"]),
-        used_for_calibration=fields["used_for_calibration"] == "true",
-        profile=fields.get("profile") or "a100-eager",
-    )
-
-
 MOST_MAPE = 0.05  # largest mean error of the rows used for calibration; a larger error is a regression
 BANDWIDTH = {"10GB/s": 10e9, "1GB/s": 1e9}  # bytes/s by link; rows at these links have GPU-direct off
 _CHUNKS = {"10GB/s": "kvr-e", "1GB/s": "kvr-s"}  # strategy that is simulated for "kvr", by link
 
 
-def scenario_of(row: Row) -> tuple[Scenario, str]:
+def scenario_of(row: PublishedTtft) -> tuple[Scenario, str]:
     """The scenario and the strategy with which a row is simulated.
 
     In rows at 10 and 1 GB/s GPU-direct is off, and every transfer crosses the host: one bus that all flows share. "kvr"
@@ -100,7 +36,7 @@ def scenario_of(row: Row) -> tuple[Scenario, str]:
     return scenario, _CHUNKS[row.link] if row.strategy == "kvr" else row.strategy
 
 
-def check_row(row: Row) -> dict[str, Any]:
+def check_row(row: PublishedTtft) -> dict[str, Any]:
     """A row's simulated TTFT, its interval and its error."""
     scenario, strategy = scenario_of(row)
     result = run_simulation(scenario, strategy=strategy)

@@ -49,10 +49,11 @@ from kvrsim.kernels.attention import EagerRates
 from kvrsim.kernels.elementwise import CacheCopies, ElementwiseRates
 from kvrsim.kernels.profile import CalibrationProfile, KernelRates, LinkCoverage, Residual, ValidRange, load_profile
 from kvrsim.program import Array
+from kvrsim.published import PublishedTtft, read_rows
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from planner.search.search import search
-from validate.published.compare import BANDWIDTH, DATA, Row, check_row, read_rows
+from validate.published.compare import BANDWIDTH, DATA, check_row
 
 _ABOUT = JsonObject.read(DATA / "a100_eager.json", "profile")
 _MEASURED = "a100-vidur"
@@ -61,7 +62,7 @@ _ATTENTION_S = 2e-5  # seconds to start the ten kernels of attention
 NAMES = ("hbm", "layer_s", "kernel_s", "gather_piece_s", "resume_s", "falcon_bytes")
 START = np.log([1.57e12, 2.1e-3, 2.3e-5, 8.5e-5, 5e-4, 24.0])
 
-Partitions = dict[Row, Partition]
+Partitions = dict[PublishedTtft, Partition]
 
 
 def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationProfile:
@@ -108,16 +109,18 @@ def _base_profile() -> CalibrationProfile:
 
 
 @cache
-def _first(row: Row) -> Scenario:
+def _first(row: PublishedTtft) -> Scenario:
     return make_scenario(ctx=row.context_len, gpus=row.num_gpus, model=row.model, profile=profile_of(START, None))[0]
 
 
-def full_bandwidth_scenario(row: Row, profile: CalibrationProfile) -> Scenario:
+def full_bandwidth_scenario(row: PublishedTtft, profile: CalibrationProfile) -> Scenario:
     """The paper's set-up for a row at full bandwidth."""
     return replace(_first(row), profile=profile)
 
 
-def partitions_for(rows: Sequence[Row], profile: CalibrationProfile, method: str = "analytical") -> Partitions:
+def partitions_for(
+    rows: Sequence[PublishedTtft], profile: CalibrationProfile, method: str = "analytical"
+) -> Partitions:
     """The partition of each row; if the strategy searches for one, it is searched with this profile."""
     partitions = {}
     for row in rows:
@@ -129,13 +132,13 @@ def partitions_for(rows: Sequence[Row], profile: CalibrationProfile, method: str
     return partitions
 
 
-def ttft_s(row: Row, profile: CalibrationProfile, partition: Partition) -> float:
+def ttft_s(row: PublishedTtft, profile: CalibrationProfile, partition: Partition) -> float:
     """Predicted TTFT of a row with a given partition."""
     execution = place(full_bandwidth_scenario(row, profile), get_strategy(row.strategy))
     return run_partition(execution, partition).ttft_s
 
 
-def errors(rows: Sequence[Row], profile: CalibrationProfile, partitions: Partitions) -> Array:
+def errors(rows: Sequence[PublishedTtft], profile: CalibrationProfile, partitions: Partitions) -> Array:
     """Logarithms of predicted / reported TTFTs."""
     return np.log([ttft_s(row, profile, partitions[row]) / row.ttft_s for row in rows])
 
@@ -152,10 +155,10 @@ _ROUNDS = 4
 _LEAST_GAIN = 2e-3  # minimum relative gain of a round; a smaller gain ends the fit
 _NOISE = 0.03  # relative noise of a measured TTFT
 
-Errors = dict[Row, float]  # logarithms of predicted / reported, by row
+Errors = dict[PublishedTtft, float]  # logarithms of predicted / reported, by row
 
 
-def fit(rows: Sequence[Row]) -> Array:
+def fit(rows: Sequence[PublishedTtft]) -> Array:
     """Fit the constants and return their logarithms; rows with coarse rounding have less weight.
 
     Each round fits with the partitions of the constants so far. The result is that of the best round, where each round
@@ -177,7 +180,7 @@ def fit(rows: Sequence[Row]) -> Array:
     return best
 
 
-def solve(rows: Sequence[Row], weight: Array, partitions: Partitions, start: Array) -> Array:
+def solve(rows: Sequence[PublishedTtft], weight: Array, partitions: Partitions, start: Array) -> Array:
     """Fit by robust least squares of the weighted errors, with rates at most the datasheet's."""
     solved = least_squares(
         lambda x: np.append(weight * errors(rows, profile_of(x, None), partitions), _prior_errors(x)),
@@ -198,14 +201,14 @@ def _prior_errors(constants: Array) -> Array:
     return np.array([_NOISE * (constants[index] - prior) / _PRIOR_SD for index, prior in PRIORS.items()])
 
 
-def _cost(rows: Sequence[Row], weight: Array, partitions: Partitions, constants: Array) -> float:
+def _cost(rows: Sequence[PublishedTtft], weight: Array, partitions: Partitions, constants: Array) -> float:
     """The value that `solve` minimises: the soft absolute value of the weighted errors."""
     weighted = weight * errors(rows, profile_of(constants, None), partitions)
     scaled = np.append(weighted, _prior_errors(constants)) / _NOISE
     return float(np.mean(np.sqrt(1.0 + scaled**2) - 1.0))
 
 
-def predict(rows: Sequence[Row], constants: Array) -> Errors:
+def predict(rows: Sequence[PublishedTtft], constants: Array) -> Errors:
     """Logarithms of predicted / reported, with the partitions that the planner chooses."""
     profile = profile_of(constants, None)
     return dict(zip(rows, errors(rows, profile, partitions_for(rows, profile, "auto")), strict=True))
@@ -247,12 +250,12 @@ def _by_model(logs: Errors) -> dict[str, Array]:
     return {model: ape({row: error for row, error in logs.items() if row.model == model}) for model in models}
 
 
-def family(row: Row) -> str:
+def family(row: PublishedTtft) -> str:
     """Family of models with one architecture, such as "llama"."""
     return row.model.split("-")[0]
 
 
-def _fit_and_predict(name: str, rows: Sequence[Row], test: Sequence[Row]) -> Errors:
+def _fit_and_predict(name: str, rows: Sequence[PublishedTtft], test: Sequence[PublishedTtft]) -> Errors:
     """Predict the rows of a test by a fit to all others."""
     logs = predict(test, fit([row for row in rows if row not in test]))
     _say(f"{name}: mean absolute error {ape(logs).mean():.1%}")

@@ -10,7 +10,7 @@ from kvrsim.cli.options import Sources, with_options
 from kvrsim.cli.output import write_files
 from kvrsim.cli.text import headline, show
 from kvrsim.errors import InputError
-from kvrsim.views.table import MOST_ROWS
+from kvrsim.views.plan_text import FASTEST_ROWS
 
 
 @with_options()
@@ -59,6 +59,6 @@ def compare(
     if any(of_fleets):
         raise InputError("answer", answers[of_fleets.index(True)], "fleets only, or plans and simulations only")
     saved = [view.SavedAnswer.of(name, content) for name, content in zip(names, contents, strict=True)]
-    tables = (view.bests(saved), view.differences(saved), view.strategies(saved, MOST_ROWS), view.limits(saved))
+    tables = (view.bests(saved), view.differences(saved), view.strategies(saved, FASTEST_ROWS), view.limits(saved))
     show(headline(view.headline(saved)), *(part for one in tables if one.rows for part in ("", one)))
     write_files((plot, lambda path: write_page(view.page(saved), path)))

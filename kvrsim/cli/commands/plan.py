@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,14 +12,16 @@ from click.exceptions import Exit
 
 from kvrsim.arguments import Help, NoiseArgs, PlanArgs, PoolArgs, ScenarioArgs, UsersArgs
 from kvrsim.cli import text as lines
-from kvrsim.cli.options import DeployArgs, OutputArgs, PageArgs, pool_of, with_options
+from kvrsim.cli.options import OUTPUT, DeployArgs, OutputArgs, PageArgs, WritablePath, pool_of, with_options
 from kvrsim.cli.output import print_answer, warn_notes, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.errors import InputError
+from kvrsim.io.schema import write_json
 from kvrsim.notes import with_code, without
 from kvrsim.text import printable
 from kvrsim.units import format_seconds
-from kvrsim.views.table import ROUGH, TIED, Text, first_rows, format_partition, sentences, strategies_table, tie_text
+from kvrsim.views.plan_text import ROUGH, first_rows, sentences, strategies_table, tie_text
+from kvrsim.views.table import TIED, Text, format_partition
 
 if TYPE_CHECKING:
     from kvrsim.results.results import Plan, StrategyResult
@@ -30,6 +33,10 @@ class PlanOutputArgs(OutputArgs):
     """How a plan is printed."""
 
     explain: Annotated[bool, Help("Print all strategies, pieces, bounds, memory and notes.")] = False
+    output: Annotated[
+        WritablePath | None,
+        Help("Write the plan, as --json prints it; kvrsim confirm measures it.", metavar="FILE", spelling=OUTPUT),
+    ] = None
 
 
 @with_options()
@@ -79,9 +86,16 @@ def plan(
             return result.to_dict()
         return deployment.to_dict() | {"plan": result.to_dict()}
 
+    def screen(plan: Plan) -> list[lines.Part]:
+        parts = plan_screen(plan, explain=output.explain)
+        if plan.feasible:
+            parts.append(lines.facts(*next_rows(str(args.model), output.output)))
+        return parts
+
     if deployment is not None and not output.json:
         show_deployment(deployment)
-    print_answer(output, content, "strategies", lambda: plan_screen(result, explain=output.explain))
+    print_answer(output, content, "strategies", lambda: screen(result))
+    write_files((output.output, lambda path: write_json(path, result.to_dict())))
     timeline = result.timeline
     if timeline is not None:
         write_files(
@@ -110,6 +124,16 @@ def _engine(deploy: DeployArgs) -> ForEngine | None:
     if name is None:
         return None
     return ForEngine(name, only=deploy.only_deployable is not None)
+
+
+def next_rows(model: str, file: str | None) -> Iterator[lines.Row]:
+    """The commands that measure the plan on its GPUs. file: where the plan is written; None: nowhere yet."""
+    label = "next:"
+    if file is None:
+        yield label, "the same command with -o plan.json keeps the plan; these two measure it on your GPUs:"
+        label = ""
+    yield label, f"kvrsim calibrate all --model {shlex.quote(model)} -o mine.json"
+    yield "", f"kvrsim confirm {shlex.quote(file or 'plan.json')} --profile mine.json"
 
 
 # Notes that only --explain shows.

@@ -148,7 +148,8 @@ def _answer(question: Mapping[str, str], tell: Tell) -> None:
 def answer_of(scenario: Scenario, plan: Plan, *, model: str) -> dict[str, Any]:
     """The answer as plain JSON values: sentences, the table of the fastest, launches, and the object of `--json`."""
     from kvrsim.cli.server.form import on_page
-    from kvrsim.views.table import Cell, first_rows, sentences, strategies_table, tie_text
+    from kvrsim.views.plan_text import first_rows, sentences, strategies_table, tie_text
+    from kvrsim.views.table import Cell
 
     table = strategies_table(plan, short=plan.feasible)
     rows = [[[cell.shown, cell.value] if isinstance(cell, Cell) else cell for cell in row] for row in table.rows]

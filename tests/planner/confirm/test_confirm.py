@@ -198,13 +198,13 @@ def test_all_stands_for_what_the_machine_and_the_model_allow(folder: Path, tmp_p
     hardware = Hardware(config=str(folder / "model.json"))
     assert set(strategies_here(scenario, ["all"], "ranks", hardware)[0]) == set(RUN_STRATEGIES) - {"kvr-p"}
     names, notes = strategies_here(scenario, ["all"], "virtual", hardware)
-    assert set(names) == {*usual_names("confirmations"), "kvr-b"}
+    assert set(names) == {*usual_names("paper"), "kvr-b"}
     assert any("tp, " in note and "can replay" in note for note in notes)
     assert strategies_here(scenario, ["ring", "all"], "ranks", hardware)[0][0] == "ring"
     (tmp_path / "states.json").write_text(json.dumps(KINDS["qwen3_next"]))
     scenario, _ = make_scenario(ctx=96, gpus=2, model=tmp_path / "states.json", dtype="fp16")
     names, notes = strategies_here(scenario, ["all"], "ranks", Hardware(config=str(tmp_path / "states.json")))
-    assert set(names) == {*usual_names("confirmations"), "kvr-b", "kvr-direct"}
+    assert set(names) == {*usual_names("paper"), "kvr-b", "kvr-direct"}
     assert any("not measured: tp (accepted" in note for note in notes)
     assert any("ring" in note and "its layers keep states" in note for note in notes)
 

@@ -21,7 +21,7 @@ from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, sa
 
 def question(ctx: int, gpus: int = 2) -> tuple[Scenario, dict[str, Candidate]]:
     scenario, _ = make_scenario(ctx=ctx, gpus=gpus, model="llama-7b", cluster="a100-nvlink", profile="a100-eager")
-    return scenario, {name: Search().candidate(scenario, get_strategy(name)) for name in usual_names("confirmations")}
+    return scenario, {name: Search().candidate(scenario, get_strategy(name)) for name in usual_names("paper")}
 
 
 def budget_of(scenario: Scenario, num_devices: int, mode: Mode = "ranks") -> MemoryBudget:

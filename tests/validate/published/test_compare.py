@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from validate.published.compare import read_rows
+from kvrsim.published import read_rows
 
 
 def test_rows_are_plausible_and_distinct() -> None:

@@ -10,7 +10,7 @@ import pytest
 import kvrsim
 from kvrsim.engine import load_engine
 from kvrsim.kernels.profile import load_profile
-from validate.published.compare import Row, read_rows
+from kvrsim.published import PublishedTtft, read_rows
 from validate.published.fit import (
     NAMES,
     PRIORS,
@@ -26,7 +26,7 @@ from validate.published.fit import (
 )
 
 
-def rows_of(*models: str) -> list[Row]:
+def rows_of(*models: str) -> list[PublishedTtft]:
     """Rows of these models with strategies that need no searched partition."""
     rows = [row for row in read_rows() if row.model in models and row.used_for_calibration]
     return [row for row in rows if row.strategy in ("tsp", "single") and row.context_len in (1024, 8192)]
