@@ -17,6 +17,7 @@ from kvrsim.hardware import load_cluster
 from kvrsim.io.schema import to_json
 from kvrsim.kernels.profile import load_profile
 from kvrsim.layout import Layout
+from kvrsim.published import read_rows
 from kvrsim.strategies import get_strategy
 from kvrsim.units import format_seconds
 from kvrsim.views.table import TIED
@@ -357,22 +358,73 @@ def test_the_first_screen_explains_each_name_and_each_mark(
     out = " ".join(whole.split())
     best = plan["best"]
     assert f"{best['strategy']} ({get_strategy(best['strategy']).title})" in out
-    rows = re.findall(r"^(\S+)( ≈)? +[\d.]+ m?s +[\d.]+–", whole, re.MULTILINE)
-    assert 2 <= len(rows) <= 5
-    names = {name for name, _ in rows}
+    rows = re.findall(r"^(\S+)( ≈)?( \*)? .*? [\d.]+ m?s +[\d.]+–", whole, re.MULTILINE)
+    assert 2 <= len(rows) <= 7
+    names = {name for name, _, _ in rows}
+    fitting = {one["strategy"] for one in plan["strategies"] if one["fits"]}
+    assert names >= {"kvr-s", plan["yardstick"]} & fitting
     for name in names:
         first_words = " ".join(get_strategy(name).title.split()[:3])
         assert re.search(rf"^{re.escape(name)} .*{re.escape(first_words)}", whole, re.MULTILINE)
-    tied = {name for name, mark in rows if mark}
+    tied = {name for name, mark, _ in rows if mark}
     assert tied == set(best["ties"]) & names
     assert (f"ties with {best['strategy']}:" in out) is bool(tied)
     if plan["question"]["engine"] == "vllm":
         by_name = {one["strategy"]: one for one in plan["strategies"]}
         lacking = {name for name in names if "vllm" not in by_name[name]["engines"]}
-        assert lacking <= {plan["fastest"]["strategy"]}
+        assert lacking <= {plan["fastest"]["strategy"], "kvr-s"}
         assert f"vllm lacks the fastest, {plan['fastest']['strategy']} " in out
-    if not by_strategy(plan, best["strategy"])["engines"]:
+    if plan["profile"] == "a100-eager":
+        assert f"Engines today with {plan['deployable']['strategy']}, " in out
+    elif not by_strategy(plan, best["strategy"])["engines"]:
         assert f"the fastest that engines launch is {plan['deployable']['strategy']} (" in out
+
+
+def test_the_papers_question_leads_with_kv_runahead_and_what_the_paper_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One TTFT of kvr-s, whoever is asked; its chunks, its bound and its search; the paper's TTFTs of its table."""
+    question = ("--gpus", "8", "--ctx", "16k")
+    plan = answer(capsys, "plan", *question)
+    kvr = by_strategy(plan, "kvr-s")
+    alone = by_strategy(answer(capsys, "plan", *question, "--strategies", "kvr-s"), "kvr-s")
+    simulated = answer(capsys, "simulate", *question, "--strategy", "kvr-s")
+    for other in (alone, simulated):
+        assert other["ttft_s"] == pytest.approx(kvr["ttft_s"], rel=1e-12)
+        assert other["partition"] == kvr["partition"]
+    assert kvr["searched"]
+    assert kvr["lower_bound_s"] == plan["bounds"]["lower_bound_s"] <= kvr["ttft_s"]
+    printed = {
+        row.strategy: row.ttft_s
+        for row in read_rows()
+        if row.case.startswith("llama-7b 16384") and "8 GPUs" in row.case
+    }
+    assert len(printed) == 2
+    assert {name: by_strategy(plan, name)["paper_ttft_s"] for name in ("tsp", "kvr-s", "kvr-e")} == printed | {
+        "kvr-e": None
+    }
+    out = " ".join(screen(capsys, "plan", *question).split())
+    chunks = ", ".join(map(str, kvr["partition"]))
+    assert out.startswith(f"KV-Runahead (kvr-s) on 8 GPUs: {chunks} tokens; first token after")
+    assert f"The paper measured {format_seconds(printed['kvr-s'])} and {format_seconds(printed['tsp'])}." in out
+    assert f"below {format_seconds(kvr['lower_bound_s'])} in this model (proven)" in out
+    assert f"tried {kvr['effort']['evaluations']} partitions" in out
+
+
+@pytest.mark.parametrize("options", ["--link-bandwidth 10GB/s", "--batch 2", "--noise paper --samples 10", "--ctx 10k"])
+def test_what_the_paper_measured_stands_only_beside_its_own_question(
+    options: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = answer(capsys, "plan", "--gpus", "4", "--ctx", "4k", "--strategies", "kvr-s,tsp", *options.split())
+    assert {one["paper_ttft_s"] for one in plan["strategies"]} == {None}
+
+
+def test_a_plan_is_written_as_json_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    question = ("plan", "--gpus", "2", "--ctx", "1k", "--strategies", "kvr-e,tsp")
+    path = tmp_path / "my plan.json"
+    out, _ = run(capsys, *question, "-o", str(path))
+    assert f"kvrsim confirm '{path}' --profile mine.json" in out
+    assert json.loads(path.read_text()) == answer(capsys, *question)
 
 
 def by_strategy(plan: dict[str, Any], name: str) -> dict[str, Any]:
