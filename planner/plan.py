@@ -58,6 +58,7 @@ from planner.uncertainty.intervals import (
 if TYPE_CHECKING:
     from kvrsim.noise import Distribution
     from kvrsim.results.results import Shortfall
+    from kvrsim.results.timeline import Timeline
     from planner.uncertainty.noise import Disturbance
 
 MOST_SPANS = 200_000  # maximum number of spans of all timelines except the first; a browser handles this number
@@ -95,29 +96,59 @@ def make_plan(
     first = next(one for one in results if one.strategy == ranking.best.strategy.name)
     timed, untimed = ranking.timed(timelines)
     notes = compared.notes if first.fits else without(compared.notes, "cannot fit")  # the shortfall says more
-    return Plan.of(
-        {
-            "bounds": ranking.bounds,
-            "advice": lambda: ranking.advice(search, is_named=strategies is not None and "all" not in strategies),
-            "timeline": lambda: ranking.best.timeline if timelines else None,
-            "timelines": lambda: {one.strategy.name: one.timeline for one in timed},
-        },
+    return Plan(
         question=question,
         first=first,
         strategies=tuple(results),
-        yardstick=ranking.baseline.strategy.name if ranking.baseline else None,
+        baseline=ranking.baseline.strategy.name if ranking.baseline is not None else None,
         not_compared=tuple(name for name in compared.not_compared if name not in ranking.names),
         not_tried=ranking.not_tried,
         engine=None if search.engine is None else search.engine.name,
         search=ranking.search_report(),
-        rests_on=provenance(scenario),
+        provenance=provenance(scenario),
         warnings=(*warnings, *notes, *ranking.notes(search), *untimed),
         interval_coverage=measured_coverage(scenario),
         noise=_noise_report(disturbance),
         shortfall=_shortfall(ranking, search.cluster_gpus or scenario.num_gpus),
         promise=ranking.promise(target or TargetArgs(), seed) if first.fits else None,
         limits=ranking.best.limits,
+        source=_Comparison(
+            ranking=ranking,
+            search=search,
+            is_named=strategies is not None and "all" not in strategies,
+            timed=tuple(timed),
+            records=timelines is not None,
+        ),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Comparison:
+    """The source of a plan."""
+
+    ranking: Ranking
+    search: Search
+    is_named: bool  # whether the user named the strategies
+    timed: tuple[Candidate, ...]  # candidates whose timelines are all asked for
+    records: bool  # whether the timeline of the best is asked for
+
+    @cached_property
+    def bounds(self) -> Bounds:
+        return self.ranking.bounds()
+
+    @cached_property
+    def advice(self) -> tuple[Advice, ...]:
+        return self.ranking.advice(self.search, is_named=self.is_named)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        if not self.records:
+            return None
+        return self.ranking.best.timeline
+
+    @cached_property
+    def timelines(self) -> dict[str, Timeline]:
+        return {candidate.strategy.name: candidate.timeline for candidate in self.timed}
 
 
 def _for_engine(search: Search, scenario: Scenario) -> Search:
@@ -195,7 +226,7 @@ class Ranking:
         if not fastest.fits:
             return min(self.candidates, key=lambda one: max(rank.total for rank in one.memory))
         most_s = self._ranking_s(fastest) * NEAR
-        near = [one for one in others if self._ranking_s(one) <= most_s and self._is_tied(fastest, one)]
+        near = [one for one in others if self._ranking_s(one) <= most_s and self.is_tied(fastest, one)]
         return min((fastest, *near), key=self._effort)
 
     def _effort(self, one: Candidate) -> tuple[bool, tuple[int, int, bool]]:
@@ -220,7 +251,8 @@ class Ranking:
                 return feasible[name]
         return min(feasible.values(), key=lambda one: one.ttft_s, default=None)
 
-    def _is_tied(self, one: Candidate, other: Candidate) -> bool:
+    def is_tied(self, one: Candidate, other: Candidate) -> bool:
+        """Whether the difference of two candidates is within the interval of differences."""
         if other.fits != one.fits:
             return False
         faster, slower = sorted((one, other), key=self._ranking_s)
@@ -235,16 +267,7 @@ class Ranking:
     def result(self, one: Candidate, paper_ttft_s: float | None) -> StrategyResult:
         """The plan's results for one strategy. paper_ttft_s: the TTFT that the KV-Runahead paper measured."""
         tsp = next((other for other in self.candidates if other.strategy.name == "tsp"), None)
-        later = {
-            "is_tied": lambda: one is not self.best and self._is_tied(self.best, one),
-            "ttft_low_s": lambda: one.interval.low_s,
-            "ttft_high_s": lambda: one.interval.high_s,
-            "exposed_comm_s": lambda: max(0.0, one.ttft_s - one.ttft_without_communication_s),
-            "wait_s": lambda: one.waits,
-            "query_blocks": lambda: one.query_blocks,
-        }
-        return StrategyResult.of(
-            later,
+        return StrategyResult(
             strategy=one.strategy.name,
             title=one.strategy.title,
             partition=one.partition.chunk_lens,
@@ -262,6 +285,7 @@ class Ranking:
             effort=None if one.search is None else one.search.report,
             lower_bound_s=None if one.search is None else one.search.lower_bound_s,
             paper_ttft_s=paper_ttft_s,
+            source=_RankedCandidate(candidate=one, ranking=self),
         )
 
     # -- bounds
@@ -396,6 +420,39 @@ class Ranking:
             return []
         gain = even.ttft_s / best.ttft_s - 1
         return [note("even chunks" if gain < _LEAST_GAIN else "even chunks, tied", gain=gain)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RankedCandidate:
+    """The source of a row of a plan."""
+
+    candidate: Candidate
+    ranking: Ranking
+
+    @cached_property
+    def is_tied(self) -> bool:
+        best = self.ranking.best
+        return self.candidate is not best and self.ranking.is_tied(best, self.candidate)
+
+    @property
+    def ttft_low_s(self) -> float:
+        return self.candidate.interval.low_s
+
+    @property
+    def ttft_high_s(self) -> float:
+        return self.candidate.interval.high_s
+
+    @property
+    def exposed_comm_s(self) -> float:
+        return max(0.0, self.candidate.ttft_s - self.candidate.ttft_without_communication_s)
+
+    @cached_property
+    def wait_s(self) -> tuple[float, ...]:
+        return self.candidate.waits
+
+    @property
+    def query_blocks(self) -> tuple[int, ...] | None:
+        return self.candidate.query_blocks
 
 
 def _question(

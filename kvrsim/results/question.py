@@ -70,7 +70,7 @@ class Question:
             cached_prefix=request.cached_prefix,
             prefix_placement=scenario.prefix_placement.describe(),
             dtype=request.dtype,
-            quantization=None if quantization is None else quantization.describe(),
+            quantization=quantization.describe() if quantization is not None else None,
             attention=scenario.kernel,
             memory_fraction=scenario.memory_fraction,
             engine=scenario.engine_name,
@@ -88,8 +88,10 @@ class Question:
         """The cluster's values with the largest effect on times; answers contain the whole cluster."""
         network = self.cluster.network
         content = fields_to_json(self.cluster, "name", "num_gpus", "topology", "gpus_per_node")
-        content |= {"gpu": self.cluster.gpu.name, "link": fields_to_json(self.cluster.link, *_LINK)}
-        return content | {"network": None if network is None else fields_to_json(network, *_LINK)}
+        content |= {"gpu": self.cluster.gpu.name, "link": fields_to_json(self.cluster.link, *_LINK), "network": None}
+        if network is not None:
+            content["network"] = fields_to_json(network, *_LINK)
+        return content
 
     def header(self) -> dict[str, Any]:
         """The first fields of every answer, as plain JSON values."""
@@ -98,9 +100,11 @@ class Question:
     def measured_header(self, *, predicted: bool) -> dict[str, Any]:
         """First fields of a measurement; without a prediction, cluster, profile and engine are null."""
         content = self.to_dict()
-        if not predicted:
+        cluster = None
+        if predicted:
+            cluster = to_json(self.cluster)
+        else:
             content |= dict.fromkeys(("cluster", "profile", "engine", "memory_fraction"))
-        cluster = to_json(self.cluster) if predicted else None
         return {"question": content, "version": __version__, "cluster": cluster}
 
     def request(self) -> str:
@@ -109,8 +113,12 @@ class Question:
 
     def prefix_text(self) -> tuple[str, ...]:
         """The cached prefix in words, if there is one: "4k (4096) of them cached"."""
-        place = "" if self.prefix_placement == "all" else f" ({self.prefix_placement})"
-        return (f"{_length(self.cached_prefix)} of them cached{place}",) if self.cached_prefix else ()
+        if not self.cached_prefix:
+            return ()
+        text = f"{_length(self.cached_prefix)} of them cached"
+        if self.prefix_placement != "all":
+            text += f" ({self.prefix_placement})"
+        return (text,)
 
     def kernels(self) -> tuple[str, ...]:
         """Element type and attention kernel, the profile and the engine, in words."""
@@ -118,7 +126,9 @@ class Question:
 
     def engine_text(self) -> tuple[str, ...]:
         """The engine in words, if there is one."""
-        return () if self.engine == NO_ENGINE else (f"engine {self.engine}",)
+        if self.engine == NO_ENGINE:
+            return ()
+        return (f"engine {self.engine}",)
 
     def settings(self) -> tuple[str, ...]:
         """Batch, element type, kernel, seed and version, in words."""
@@ -128,4 +138,6 @@ class Question:
 def _length(tokens: int) -> str:
     """Format a length as a user writes it, and the number if that differs: "16k (16384)"."""
     text = format_tokens(tokens)
-    return text if text == str(tokens) else f"{text} ({tokens})"
+    if text == str(tokens):
+        return text
+    return f"{text} ({tokens})"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol
 
 import kvrsim
 from kvrsim.choices import DEPLOY_ENGINES, PrefixAccess
@@ -29,35 +28,6 @@ if TYPE_CHECKING:
 
 
 NEAR = 1.02  # strategies within this factor of the fastest TTFT count as equal
-
-
-class OnFirstUse:
-    """A frozen dataclass with fields that are computed on first use, by the functions in `later`."""
-
-    __slots__ = ()
-    later: Mapping[str, Callable[[], Any]]
-
-    @classmethod
-    def of(cls, later: Mapping[str, Callable[[], Any]], **values: Any) -> Self:
-        """Make an object from values, and from functions for the fields that are computed on first use."""
-        make: Any = cls
-        one: Self = make(**values, **dict.fromkeys(later), later=later)
-        for name in later:
-            object.__delattr__(one, name)
-        return one
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            if name == "later" or name not in self.later:
-                raise AttributeError(f"{type(self).__name__} has no {name}")
-            object.__setattr__(self, name, self.later[name]())
-            return getattr(self, name)
-
-    def __reduce__(self) -> Any:
-        """Pickle the values without their functions."""
-        names = [one.name for one in fields(self) if one.name != "later"]  # type: ignore[arg-type]
-        return partial(type(self), **{name: getattr(self, name) for name in names}), ()
 
 
 class Viewable:
@@ -177,20 +147,28 @@ class StrategyPrediction(Prediction):
     query_blocks: tuple[int, ...] | None = None  # attention calls per rank, in the layer with the most; None: one
     mean_ttft_s: float | None = None  # mean TTFT of closed-loop users; None if not requested
 
-    def layout_to_dict(self) -> dict[str, Any]:
-        """A pipeline's stages, query blocks, and the access to a cached prefix that lies elsewhere, as JSON values."""
-        access = {} if self.prefix_access is None else {"prefix_access": self.prefix_access}
-        blocks = {} if self.query_blocks is None else {"query_blocks": list(self.query_blocks)}
-        return stages_to_json(self.partition, self.layers) | blocks | access | self.users_to_dict()
-
-    def users_to_dict(self) -> dict[str, Any]:
-        """The mean TTFT of closed-loop users as JSON values, if requested."""
-        return {} if self.mean_ttft_s is None else {"mean_ttft_s": self.mean_ttft_s}
-
 
 def stages_to_json(partition: tuple[int, ...], layers: tuple[int, ...] | None) -> dict[str, Any]:
     """A pipeline's tokens per piece and layers per stage, as JSON values; empty for other strategies."""
-    return {} if layers is None else {"pieces": list(partition), "layers": list(layers)}
+    if layers is None:
+        return {}
+    return {"pieces": list(partition), "layers": list(layers)}
+
+
+def layout_to_json(result: StrategyPrediction | StrategyResult) -> dict[str, Any]:
+    """What only some strategies and questions have, as JSON values.
+
+    They are a pipeline's stages, query blocks, the access to a cached prefix that lies elsewhere, and the mean TTFT of
+    closed-loop users.
+    """
+    content = stages_to_json(result.partition, result.layers)
+    if result.query_blocks is not None:
+        content["query_blocks"] = list(result.query_blocks)
+    if result.prefix_access is not None:
+        content["prefix_access"] = result.prefix_access
+    if result.mean_ttft_s is not None:
+        content["mean_ttft_s"] = result.mean_ttft_s
+    return content
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,12 +211,14 @@ class SimResult(StrategyPrediction, Answer):
         about = ("strategy", "model", "profile", "cluster", "context_len", "partition", "executor")
         times = ("ttft_s", "ttft_low_s", "ttft_high_s", "interval_coverage", "interval_causes", "fits")
         content = self.question.header() | fields_to_json(self, *about, *times)
-        content |= self.layout_to_dict() | self.memory_limit.to_dict() | fields_to_json(self, "per_rank", "warnings")
+        content |= layout_to_json(self) | self.memory_limit.to_dict() | fields_to_json(self, "per_rank", "warnings")
         if self.breakdown is not None:
             content["breakdown"] = self.breakdown.to_dict()
         if self.noise is not None and self.noisy is not None:
             content["noise"] = {"spec": self.noise.name, **self.noise.to_dict()} | self.noisy.to_dict()
-        return content | ({} if self.users is None else {"users": fields_to_json(self.users)})
+        if self.users is not None:
+            content["users"] = fields_to_json(self.users)
+        return content
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per rank, with scalar cells; the first columns are what was asked."""
@@ -246,24 +226,76 @@ class SimResult(StrategyPrediction, Answer):
         return to_frame(about | rank.to_dict() for rank in self.per_rank)
 
 
+class StrategySource(Protocol):
+    """The candidate behind a row of a plan: it computes what takes long when that is read, once."""
+
+    @property
+    def is_tied(self) -> bool: ...
+    @property
+    def ttft_low_s(self) -> float: ...
+    @property
+    def ttft_high_s(self) -> float: ...
+    @property
+    def exposed_comm_s(self) -> float: ...
+    @property
+    def wait_s(self) -> tuple[float, ...]: ...
+    @property
+    def query_blocks(self) -> tuple[int, ...] | None: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class StrategyResult(StrategyPrediction, OnFirstUse):
+class StrategyResult:
     """One strategy in a plan, with its best partition."""
 
+    strategy: str
     title: str  # description in one line
-    is_tied: bool  # whether its difference from the best is within the interval of differences
+    partition: tuple[int, ...]  # new tokens per rank, or per piece of a pipeline
+    layers: tuple[int, ...] | None = None  # layers per stage of a pipeline; None: it is no pipeline
+    ttft_s: float
+    mean_ttft_s: float | None = None  # mean TTFT of closed-loop users; None if not requested
+    fits: bool  # whether every GPU has enough memory
+    memory: tuple[RankMemory, ...]  # peak memory of each GPU
     speedup_over_tsp: float | None  # TSP's TTFT divided by this TTFT; None: TSP is not compared
     speedup: float | None  # the baseline's TTFT divided by this TTFT; None: the plan has no baseline
-    exposed_comm_s: float  # TTFT minus that of the same partition with free links
-    wait_s: tuple[float, ...]  # waiting time per GPU; see RankReport
     noisy: Distribution | None = None  # TTFTs under the plan's noise; `ttft_s` is without the random part
+    prefix_access: PrefixAccess | None = None  # access of ranks to a cached prefix; None: every rank holds it
     layout: Layout  # layout of all GPUs
     searched: bool = True  # False: a rough partition; the strategy cannot be the best, or the budget ended
     engines: Mapping[str, str] = field(default_factory=dict)  # engines with the strategy, each with the checked version
     effort: SearchReport | None = None  # effort of the search of its partition; None: nothing to search, or a table
     lower_bound_s: float | None = None  # proven in that search: none of its partitions is faster; None: not proven
     paper_ttft_s: float | None = None  # TTFT that the KV-Runahead paper measured; None: it did not ask this question
-    later: Mapping[str, Callable[[], Any]] = field(default_factory=dict, repr=False, compare=False)  # see OnFirstUse
+    source: StrategySource = field(compare=False)  # computes the properties
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether its difference from the best is within the interval of differences."""
+        return self.source.is_tied
+
+    @property
+    def ttft_low_s(self) -> float:
+        """Lower end of the 80 % prediction interval."""
+        return self.source.ttft_low_s
+
+    @property
+    def ttft_high_s(self) -> float:
+        """Upper end of the 80 % prediction interval."""
+        return self.source.ttft_high_s
+
+    @property
+    def exposed_comm_s(self) -> float:
+        """TTFT minus that of the same partition with free links."""
+        return self.source.exposed_comm_s
+
+    @property
+    def wait_s(self) -> tuple[float, ...]:
+        """Waiting time per GPU; see RankReport."""
+        return self.source.wait_s
+
+    @property
+    def query_blocks(self) -> tuple[int, ...] | None:
+        """Attention calls per rank, in the layer with the most; None: one."""
+        return self.source.query_blocks
 
     def __repr__(self) -> str:
         fits = "fits" if self.fits else "does not fit"
@@ -272,18 +304,25 @@ class StrategyResult(StrategyPrediction, OnFirstUse):
     def headline(self) -> dict[str, Any]:
         """The fields of a plan's `best`, as plain JSON values."""
         content = fields_to_json(self, "strategy", "partition", "ttft_s", "ttft_low_s", "ttft_high_s", "fits")
-        return content | stages_to_json(self.partition, self.layers) | self.users_to_dict()
+        content |= stages_to_json(self.partition, self.layers)
+        if self.mean_ttft_s is not None:
+            content["mean_ttft_s"] = self.mean_ttft_s
+        return content
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         times = ("ttft_s", "ttft_low_s", "ttft_high_s", "speedup_over_tsp", "speedup", "exposed_comm_s", "wait_s")
-        content = {} if self.noisy is None else {"under_noise": self.noisy.to_dict()}
-        content |= fields_to_json(self, "strategy", "partition") | self.layout_to_dict() | fields_to_json(self, *times)
-        return (
-            content
-            | {"peak_bytes": [rank.total for rank in self.memory]}
-            | fields_to_json(self, "fits", "engines", "layout", "searched", "effort", "lower_bound_s", "paper_ttft_s")
+        content: dict[str, Any] = {}
+        if self.noisy is not None:
+            content["under_noise"] = self.noisy.to_dict()
+        content |= fields_to_json(self, "strategy", "partition")
+        content |= layout_to_json(self)
+        content |= fields_to_json(self, *times)
+        content["peak_bytes"] = [rank.total for rank in self.memory]
+        content |= fields_to_json(
+            self, "fits", "engines", "layout", "searched", "effort", "lower_bound_s", "paper_ttft_s"
         )
+        return content
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -390,36 +429,67 @@ class Advice:
     ttft_s: float  # TTFT of the best plan that was simulated under the change
 
 
+class PlanSource(Protocol):
+    """The comparison behind a plan: it computes what takes long when that is read, once."""
+
+    @property
+    def bounds(self) -> Bounds: ...
+    @property
+    def advice(self) -> tuple[Advice, ...]: ...
+    @property
+    def timeline(self) -> Timeline | None: ...
+    @property
+    def timelines(self) -> Mapping[str, Timeline]: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Plan(Answer, OnFirstUse):
+class Plan(Answer):
     """The answer to `kvrsim plan`."""
 
     question: Question
     first: StrategyResult  # the best one; where none fits, the one that needs the least memory
     strategies: tuple[StrategyResult, ...]
-    yardstick: str | None  # baseline of speed-ups: the first of TSP, TP, KVR-E, one GPU and the best that fits
+    baseline: (
+        str | None
+    )  # strategy that speed-ups compare with: the first of TSP, TP, KVR-E, one GPU and the best that fits
     not_compared: tuple[str, ...]  # strategies that cannot fit, the nearest first
     not_tried: tuple[NotTried, ...] = ()  # strategies that could fit and are not compared
     engine: str | None = None  # the engine that launches the plan; None: none is asked for
-    advice: tuple[Advice, ...] = ()  # simulated changes of the question that are faster, the fastest first
-    bounds: Bounds
     search: SearchReport
-    rests_on: str  # basis of the prediction: the profile's measurements and errors
+    provenance: str  # basis of the prediction: the profile's measurements and errors
     warnings: tuple[str, ...]
     interval_coverage: float | None  # share of held-out TTFTs inside such intervals; None: not measured
-    timeline: Timeline | None = field(default=None, repr=False, compare=False)  # timeline of the best
-    timelines: Mapping[str, Timeline] = field(default_factory=dict, repr=False, compare=False)  # all timelines
     noise: NoiseReport | None = None  # noise of the ranking, if any
     promise: Promise | None = None  # promise for the best strategy; None: nothing fits
     limits: tuple[Limit, ...] = ()  # limits of the best strategy's TTFT, the largest share first
     shortfall: Shortfall | None = None  # if nothing fits: the missing memory, and settings that would fit
     users: ClosedLoop | None = None  # closed-loop users of every strategy's `mean_ttft_s`
-    later: Mapping[str, Callable[[], Any]] = field(default_factory=dict, repr=False, compare=False)  # see OnFirstUse
+    source: PlanSource = field(repr=False, compare=False)  # computes the properties
+
+    @property
+    def bounds(self) -> Bounds:
+        """Bounds on the TTFT of KV-Runahead chains."""
+        return self.source.bounds
+
+    @property
+    def advice(self) -> tuple[Advice, ...]:
+        """Simulated changes of the question that are faster, the fastest first."""
+        return self.source.advice
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """Timeline of the best strategy; None: not asked for."""
+        return self.source.timeline
+
+    @property
+    def timelines(self) -> Mapping[str, Timeline]:
+        """All timelines that were asked for, by strategy."""
+        return self.source.timelines
 
     @property
     def ties(self) -> tuple[str, ...]:
         """Exact strategies that fit; the prediction interval of their difference from the best contains 0."""
-        return tuple(one.strategy for one in self.strategies if one.is_tied)
+        return tuple(result.strategy for result in self.strategies if result.is_tied)
 
     @property
     def feasible(self) -> bool:
@@ -428,7 +498,7 @@ class Plan(Answer, OnFirstUse):
 
     def __getitem__(self, strategy: str) -> StrategyResult:
         """Return the result of a strategy by name. Raises KeyError if it was not compared."""
-        return {one.strategy: one for one in self.strategies}[strategy]
+        return {result.strategy: result for result in self.strategies}[strategy]
 
     def __iter__(self) -> Iterator[StrategyResult]:
         """The strategies, fastest first."""
@@ -440,7 +510,7 @@ class Plan(Answer, OnFirstUse):
 
     def __contains__(self, strategy: object) -> bool:
         """Whether a strategy was compared, by name."""
-        return any(one.strategy == strategy for one in self.strategies)
+        return any(result.strategy == strategy for result in self.strategies)
 
     @property
     def best(self) -> StrategyResult:
@@ -456,12 +526,17 @@ class Plan(Answer, OnFirstUse):
     @property
     def fastest(self) -> StrategyResult | None:
         """The fastest strategy that fits, whether or not an engine launches it; None: none fits."""
-        return next((one for one in self.strategies if one.fits), None)
+        for result in self.strategies:
+            if result.fits:
+                return result
+        return None
 
     @property
     def deployable(self) -> StrategyResult | None:
         """The fastest strategy that the plan's engine launches, or without an engine any; None: none fits."""
-        return self.best_on(*(DEPLOY_ENGINES if self.engine is None else [self.engine]))
+        if self.engine is None:
+            return self.best_on(*DEPLOY_ENGINES)
+        return self.best_on(self.engine)
 
     @property
     def passed_over(self) -> StrategyResult | None:
@@ -469,28 +544,38 @@ class Plan(Answer, OnFirstUse):
         fastest = self.fastest
         if self.engine is None or fastest is None or self.engine in fastest.engines:
             return None
-        return fastest if fastest.ttft_s * NEAR < self.first.ttft_s else None
+        if fastest.ttft_s * NEAR >= self.first.ttft_s:
+            return None
+        return fastest
 
     def best_on(self, *engines: str) -> StrategyResult | None:
         """The fastest strategy that fits and that one of these engines has; within 2 %, the easiest to deploy.
 
         None: they have no strategy that fits.
         """
-        has = [one for one in self.strategies if one.fits and not one.engines.keys().isdisjoint(engines)]
-        near = [one for one in has if one.ttft_s <= NEAR * has[0].ttft_s]
-        return min(near, key=lambda one: one.layout.effort, default=None)
+        launched = []
+        for result in self.strategies:
+            if result.fits and not result.engines.keys().isdisjoint(engines):
+                launched.append(result)
+        near = [result for result in launched if result.ttft_s <= NEAR * launched[0].ttft_s]
+        return min(near, key=lambda result: result.layout.effort, default=None)
 
     @property
     def nearest(self) -> StrategyResult | None:
         """The strategy that needs the least memory, if nothing fits; its TTFT is an estimate that no GPU can reach."""
-        return None if self.feasible else self.first
+        if self.feasible:
+            return None
+        return self.first
 
     @property
     def misfit(self) -> str:
         """Describe in one line how much memory is missing if nothing fits; empty if a strategy fits."""
-        if (short := self.shortfall) is None:
+        short = self.shortfall
+        if short is None:
             return ""
-        gpus = f"{self.num_gpus} GPU{'s' * (self.num_gpus != 1)}"
+        gpus = f"{self.num_gpus} GPU"
+        if self.num_gpus != 1:
+            gpus += "s"
         needs = f"needs {format_bytes(short.peak_bytes)} of {format_bytes(self.memory_limit.nbytes)} on a GPU"
         over = f"{format_bytes(short.over_bytes)} too much"
         return f"nothing fits on {gpus}: the nearest, {short.strategy}, {needs}, {over}"
@@ -499,19 +584,26 @@ class Plan(Answer, OnFirstUse):
         """Plain JSON values."""
         content = self.question.header() | fields_to_json(self, "model", "profile", "cluster", "attention", "num_gpus")
         content |= self.memory_limit.to_dict() | {"context_len": self.context_len}
-        about = self.first.headline() | {"ties": list(self.ties)}
-        content |= {"best": about if self.feasible else None, "nearest": None if self.feasible else about}
+        first = self.first.headline() | {"ties": list(self.ties)}
+        content |= {"best": None, "nearest": None, "fastest": None, "deployable": None}
+        if self.feasible:
+            content["best"] = first
+        else:
+            content["nearest"] = first
         fastest = self.fastest
+        if fastest is not None:
+            content["fastest"] = fastest.headline()
         deployable = self.deployable
-        content["fastest"] = None if fastest is None else fastest.headline()
-        content["deployable"] = None
         if deployable is not None:
             content["deployable"] = deployable.headline() | {"engines": list(deployable.engines)}
-        content |= fields_to_json(self, "yardstick", "not_compared", "not_tried", "strategies", "bounds", "search")
-        content |= fields_to_json(self, "rests_on", "interval_coverage", "promise", "limits", "advice", "shortfall")
+        content |= fields_to_json(self, "baseline", "not_compared", "not_tried", "strategies", "bounds", "search")
+        content |= fields_to_json(self, "provenance", "interval_coverage", "promise", "limits", "advice", "shortfall")
         content["warnings"] = list(self.warnings)
-        content |= {} if self.users is None else {"users": fields_to_json(self.users)}
-        return content | ({} if self.noise is None else {"noise": self.noise.to_dict()})
+        if self.users is not None:
+            content["users"] = fields_to_json(self.users)
+        if self.noise is not None:
+            content["noise"] = self.noise.to_dict()
+        return content
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per strategy, with scalar cells; the first columns are what was asked."""

@@ -98,7 +98,9 @@ class Timeline:
     shares: Mapping[str, float] = field(default_factory=dict)
 
     def rank_name(self, rank: int) -> str:
-        return f"rank {rank}" if self.gpus_per_rank == 1 else f"rank {rank}, {self.gpus_per_rank} GPUs"
+        if self.gpus_per_rank == 1:
+            return f"rank {rank}"
+        return f"rank {rank}, {self.gpus_per_rank} GPUs"
 
     @property
     def rank_names(self) -> tuple[str, ...]:
@@ -112,7 +114,9 @@ class Timeline:
 
     def of(self, rank: int, kind: SpanKind) -> Iterator[Span]:
         """The spans of one kind on one rank."""
-        return (span for span in self.spans if span.rank == rank and span.kind == kind)
+        for span in self.spans:
+            if span.rank == rank and span.kind == kind:
+                yield span
 
     def computed_s(self, rank: int) -> float:
         """Seconds in which a rank computes."""
@@ -149,16 +153,22 @@ def write_trace(
     question: what the timelines answer; the trace contains it, with the version and the command.
     about: values that replace parts of the question; None removes a part.
     """
+    about_run: dict[str, Any] = {"version": f"kvrsim {__version__}"}
     command = command_line()
-    about_run: dict[str, Any] = {"version": f"kvrsim {__version__}"} | ({} if command is None else {"command": command})
+    if command is not None:
+        about_run["command"] = command
     if question is not None:
         about_run |= question.to_dict() | {"cluster": question.cluster.describe()}
-    about_run = {
-        key: value for key, value in (about_run | dict(about)).items() if key not in about or value is not None
-    }
-    events = [event for number, one in enumerate(timelines) for event in trace_events(*one[1:], one[0], number)]
-    label = ", ".join(str(about_run[key]) for key in ("model", "cluster", "profile", "version") if key in about_run)
-    events.append({"ph": "M", "pid": 0, "name": "process_labels", "args": {"labels": label}})
+    for key, value in about.items():
+        if value is None:
+            about_run.pop(key, None)
+        else:
+            about_run[key] = value
+    events: list[Event] = []
+    for number, (name, spans, ranks) in enumerate(timelines):
+        events += trace_events(spans, ranks, name, number)
+    labels = [str(about_run[key]) for key in ("model", "cluster", "profile", "version") if key in about_run]
+    events.append({"ph": "M", "pid": 0, "name": "process_labels", "args": {"labels": ", ".join(labels)}})
     content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about_run}
     write_atomically(path, json.dumps(content).encode(), argument="trace")
 
@@ -181,7 +191,9 @@ def trace_events(spans: Sequence[Span], ranks: Sequence[str], name: str = "", nu
     for index, span in enumerate(spans):
         moves = span.kind == "transfer"
         pid = first + span.rank
-        tid = tracks[index][1] if moves else _COMPUTE
+        tid = _COMPUTE
+        if moves:
+            tid = tracks[index][1]
         begin, end = _ns(span, moves=moves)
         args: Event = {"layer": span.layer, "kind": span.kind, "op": span.op}
         if span.nbytes is not None:
@@ -210,14 +222,18 @@ class _Stream:
         place = bisect_right(self.ends, moment_ns)
         if place < len(self.spans):
             return max(moment_ns, self.spans[place][0])
-        return self.ends[-1] - 1 if self.ends else -1
+        if not self.ends:
+            return -1
+        return self.ends[-1] - 1
 
 
 def _ns(span: Span, *, moves: bool = False) -> tuple[int, int]:
     """Begin and end in nanoseconds; a message lasts at least one."""
     begin = round(span.start_s * 1e9)
     end = round(span.end_s * 1e9)
-    return begin, max(end, begin + 1) if moves else end
+    if moves:
+        end = max(end, begin + 1)
+    return begin, end
 
 
 def _tracks(spans: Sequence[Span]) -> dict[int, tuple[str, int]]:
@@ -232,15 +248,19 @@ def _tracks(spans: Sequence[Span]) -> dict[int, tuple[str, int]]:
             continue
         begin, end = _ns(span, moves=True)
         busy = ends.setdefault((span.rank, span.peer), [])
-        lane = next((lane for lane, until in enumerate(busy) if until <= begin), len(busy))
+        lane = 0
+        while lane < len(busy) and busy[lane] > begin:
+            lane += 1
         busy[lane : lane + 1] = [end]
         lanes[index] = (span.rank, span.peer, lane)
-    ordered = groupby(sorted(set(lanes.values())), key=itemgetter(0))
-    numbers = {track: number for _, tracks in ordered for number, track in enumerate(tracks, start=1)}
-    return {
-        index: (f"link to rank {peer}" + (f", {lane + 1}" if lane else ""), numbers[rank, peer, lane])
-        for index, (rank, peer, lane) in lanes.items()
-    }
+    threads: dict[tuple[int, int, int], tuple[str, int]] = {}
+    for _, lanes_of_rank in groupby(sorted(set(lanes.values())), key=itemgetter(0)):
+        for number, (rank, peer, lane) in enumerate(lanes_of_rank, start=1):
+            name = f"link to rank {peer}"
+            if lane:
+                name += f", {lane + 1}"
+            threads[rank, peer, lane] = (name, number)
+    return {index: threads[lane_of_link] for index, lane_of_link in lanes.items()}
 
 
 def _names(
@@ -252,13 +272,18 @@ def _names(
         links.setdefault(spans[index].rank, set()).add(track)
     for rank, names in enumerate(ranks):
         pid = first + rank
-        of = f"{name}, " if name else ""
-        yield from _name_event("process", pid, None, of + names)
+        if name:
+            names = f"{name}, {names}"
+        yield from _name_event("process", pid, None, names)
         for label, tid in sorted({("compute", _COMPUTE), *links.get(rank, ())}, key=lambda track: track[1]):
             yield from _name_event("thread", pid, tid, label)
 
 
 def _name_event(what: str, pid: int, tid: int | None, name: str) -> Iterable[Event]:
-    place = {"ph": "M", "pid": pid} | ({} if tid is None else {"tid": tid})
+    place = {"ph": "M", "pid": pid}
+    sort_index = pid
+    if tid is not None:
+        place["tid"] = tid
+        sort_index = tid
     yield place | {"name": f"{what}_name", "args": {"name": name}}
-    yield place | {"name": f"{what}_sort_index", "args": {"sort_index": pid if tid is None else tid}}
+    yield place | {"name": f"{what}_sort_index", "args": {"sort_index": sort_index}}

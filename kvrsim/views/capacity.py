@@ -278,7 +278,7 @@ def summary(plan: CapacityPlan) -> Summary:
         caption="fleets",
         columns=fleets.columns,
         rows=fleets.texts(),
-        notes=[*plan.reasons(), meanings["interval_meaning"], meanings["rests_on"], *plan.warnings],
+        notes=[*plan.reasons(), meanings["interval_meaning"], meanings["provenance"], *plan.warnings],
     )
 
 

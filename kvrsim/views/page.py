@@ -35,7 +35,7 @@ from typing import Any
 
 from kvrsim.io.files import write_atomically
 from kvrsim.results.question import Question
-from kvrsim.results.results import Answer, Prediction
+from kvrsim.results.results import Answer, Prediction, StrategyResult
 from kvrsim.text import printable
 from kvrsim.units import format_bandwidth, format_seconds
 from kvrsim.version import __version__, command_line
@@ -325,12 +325,14 @@ def interval_bar(
     return tag("svg", *lines, class_="interval", width=_BAR, height=16, aria_hidden="true")
 
 
-def interval_cell(one: Prediction, strategy: str, span: tuple[float, float], *, measured: float | None = None) -> Cell:
+def interval_cell(
+    result: Prediction | StrategyResult, strategy: str, span: tuple[float, float], *, measured: float | None = None
+) -> Cell:
     """The interval as a bar in the strategy's colour and as text. span: ends of the axis, from `span_of`."""
     colour = variable("strategy", strategy)
-    bar = interval_bar(one.ttft_low_s, one.ttft_s, one.ttft_high_s, span, colour, measured=measured)
-    text = format_interval(one.ttft_low_s, one.ttft_high_s)
-    return Cell(shown=tag("span", bar, text, class_="range"), value=one.ttft_high_s)
+    bar = interval_bar(result.ttft_low_s, result.ttft_s, result.ttft_high_s, span, colour, measured=measured)
+    text = format_interval(result.ttft_low_s, result.ttft_high_s)
+    return Cell(shown=tag("span", bar, text, class_="range"), value=result.ttft_high_s)
 
 
 def span_of(intervals: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -44,7 +44,7 @@ def _draw_ttfts(plan: Plan, line: str) -> Figure:
     rows = sorted(plan.strategies, key=lambda one: (not one.fits, one.ttft_s))
     longest_s = _LONGEST * max((one.ttft_high_s for one in rows if one.fits), default=math.inf)
     most_s = min(longest_s, max(one.ttft_high_s for one in rows))
-    over = "" if plan.yardstick is None else f"; ×: times as fast as {plan.yardstick}"
+    over = "" if plan.baseline is None else f"; ×: times as fast as {plan.baseline}"
     with chart_style():
         edge = 0.03 + 0.0085 * max(len(one.strategy) for one in rows)
         head = Head(title=answer(plan), subtitle=line, width=WIDTH)
@@ -87,7 +87,7 @@ def summary(plan: Plan) -> html.Summary:
         caption="strategies",
         columns=table.columns,
         rows=table.rows,
-        notes=[*([ties] if plan.ties else []), plan.rests_on, *arranged(plan.warnings)],
+        notes=[*([ties] if plan.ties else []), plan.provenance, *arranged(plan.warnings)],
     )
 
 
@@ -107,9 +107,9 @@ def _label(plan: Plan, one: StrategyResult) -> str:
 
 
 def _gain(plan: Plan, one: StrategyResult) -> str:
-    if plan.yardstick is None or one.speedup is None or one.strategy == plan.yardstick:
+    if plan.baseline is None or one.speedup is None or one.strategy == plan.baseline:
         return ""
-    return f", {one.speedup:.2f} × as fast as {plan.yardstick}"
+    return f", {one.speedup:.2f} × as fast as {plan.baseline}"
 
 
 # The page
@@ -135,7 +135,7 @@ def plan_page(plan: Plan) -> html.Page:
             memory_section(plan.memory_limit),
         ],
         notes=[
-            plan.rests_on,
+            plan.provenance,
             *arranged(without(plan.warnings, "memory")),
         ],  # the table shows which strategies do not fit
         data=timelines_data(timelines) | {"memory": memory_data(memory, plan.memory_limit)},

@@ -65,7 +65,7 @@ def row_groups(plan: Plan) -> list[RowGroup]:
     names = {result.strategy for result in fastest[:FASTEST_ROWS]}
     if plan.first.strategy not in names:
         names = {result.strategy for result in fastest[: FASTEST_ROWS - 1]} | {plan.first.strategy}
-    names |= {KVR_S.name, plan.yardstick or KVR_S.name}
+    names |= {KVR_S.name, plan.baseline or KVR_S.name}
     return [RowGroup("", [result for result in fitting if result.strategy in names])]
 
 
@@ -101,7 +101,7 @@ def strategies_table(plan: Plan, *, short: bool = False) -> Table:
     rows = [result for group in groups for result in group.rows]
     longest_s = max((result.ttft_s for result in first_rows(plan)), default=plan.first.ttft_s)
     unit = format_seconds(longest_s).split(" ")[1]
-    over = None if plan.yardstick is None else baseline_title(plan.yardstick)
+    over = None if plan.baseline is None else baseline_title(plan.baseline)
     has_interval = any(result.ttft_low_s < result.ttft_high_s for result in rows)
     is_in_paper = any(result.paper_ttft_s is not None for result in rows)
     names_engines = short and not _answers_the_paper(plan)
@@ -116,7 +116,7 @@ def strategies_table(plan: Plan, *, short: bool = False) -> Table:
         Column(title="TTFT\n", number=True, hint="time to first token"): True,
         Column(title=interval_title(plan.interval_coverage), number=True, rank=2, hint="of the TTFT"): has_interval,
         Column(title="paper\n", number=True, rank=5, hint="TTFT that the KV-Runahead paper measured"): is_in_paper,
-        Column(title=f"vs {over}\n", number=True, hint=f"TTFT of {plan.yardstick} divided by this TTFT"): over
+        Column(title=f"vs {over}\n", number=True, hint=f"TTFT of {plan.baseline} divided by this TTFT"): over
         is not None,
         Column(title="exposed\ncomm.", number=True, rank=5, hint="TTFT minus TTFT with free communication"): not short,
         Column(title="longest\nwait", number=True, rank=6, hint="of the rank that waits longest"): not short,
@@ -278,7 +278,7 @@ def _runahead(plan: Plan) -> Iterator[str]:
 
 def _gain(plan: Plan, kvr: StrategyResult) -> str:
     """KV-Runahead's gain over the baseline, and what the paper measured of both."""
-    baseline = next((result for result in plan.strategies if result.strategy == plan.yardstick), None)
+    baseline = next((result for result in plan.strategies if result.strategy == plan.baseline), None)
     gain = ""
     measured = kvr.paper_ttft_s
     if baseline is not None and baseline is not kvr and kvr.speedup is not None:
@@ -303,8 +303,8 @@ def promise_sentences(plan: Plan, promise: Promise) -> Iterator[str]:
     sure = f"{promise.confidence * 100:g} % sure" if is_kept else "at the upper end of the interval"
     noise = "" if promise.under_noise is None else ", on average under the noise"
     faster = ""
-    if plan.yardstick is not None and best.speedup is not None and round(best.speedup, 2) != 1:
-        faster = f", {best.speedup:.2f}× as fast as {baseline_title(plan.yardstick)}"
+    if plan.baseline is not None and best.speedup is not None and round(best.speedup, 2) != 1:
+        faster = f", {best.speedup:.2f}× as fast as {baseline_title(plan.baseline)}"
     expected = f"Expect {format_seconds(promise.expected_s)} idle{noise}{faster}"
     if coverage is None or is_kept:
         yield f"{expected}; {sure} that it is below {format_seconds(promise.high_s)}."

@@ -278,7 +278,7 @@ class CapacityPlan(Viewable):
             "decoding": self.request.decoding,
             "dispatch": self.request.dispatch,
             "interval_meaning": MEANING_OF_DRAWN if self.request.source.is_random else MEANING_OF_TRACE,
-            "rests_on": provenance(self.scenario),
+            "provenance": provenance(self.scenario),
         }
 
     def pareto(self) -> list[FleetAnswer]:
