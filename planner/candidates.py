@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -82,6 +82,17 @@ class Candidate:
     execution: Execution  # the scenario placed for the strategy; a searched pipeline has the layers of its stages
     partition: Partition
     search: SearchResult | None = field(default=None, compare=False)  # None: the partition was not searched
+
+    @classmethod
+    def of(cls, scenario: Scenario, strategy: str | Strategy, partition: Sequence[int]) -> Self:
+        """The candidate of a given partition, which is not checked; a searched pipeline includes its layers.
+
+        Raises InputError where the strategy cannot run.
+        """
+        if isinstance(strategy, str):
+            strategy = get_strategy(strategy)
+        execution = execution_of(scenario, strategy)
+        return cls(scenario=scenario, execution=execution, partition=Partition(chunk_lens=tuple(partition)))
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle only the fields, without cached results."""

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json
 from kvrsim.layout import Layout
 from kvrsim.model.spec import ModelSpec
-from kvrsim.scenario import Partition, Scenario
+from kvrsim.results.results import StrategyResult
+from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.units import format_bytes
-from planner.candidates import Candidate, all_for, execution_of
+from planner.candidates import Candidate, all_for
 from planner.deploy_engines import DeployEngine, deploy_engine, engines_with, layout_on_gpus
 
 Role = Literal["prefill", "decode"]
 _VALUE = re.compile(r"{(\w+)}")  # placeholder in the template of a flag
 _PAGE = 128  # step sizes are multiples of this number of tokens, so that they fit all page sizes of engines (1 to 128)
 _CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'  # for vLLM, both for prefill and decode
+
+
+def _several(number: int) -> int | None:
+    """The value of a flag that is omitted for 1."""
+    if number == 1:
+        return None
+    return number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,52 +51,94 @@ class Server:
     def args(self) -> tuple[str, ...]:
         """Arguments of the launcher."""
         values = self.values
-        templates = [one for one in self.engine.flags if all(values[key] for key in _VALUE.findall(one))]
         without_value = {f"{{{key}}}" for key, value in values.items() if value is True}
-        words = [word for one in templates for word in one.split() if word not in without_value]
-        return tuple(word.format(**values) for word in words)
+        args = []
+        for template in self.engine.flags:
+            if not all(values[key] for key in _VALUE.findall(template)):
+                continue
+            words = [word for word in template.split() if word not in without_value]
+            args += [word.format(**values) for word in words]
+        return tuple(args)
 
     @property
     def values(self) -> dict[str, Any]:
         """Values of the flags. Flags with None, 0 or False are omitted; flags with True have no value."""
-        layout = self.layout
-        scenario = self.scenario
-        dtype = scenario.request.dtype
-        step_tokens = None
-        if self.pieces:
-            step_tokens = -(-max(self.pieces) * scenario.request.batch // _PAGE) * _PAGE
-        spread = layout.is_mixture and layout.expert_parallel > 1
-        context = layout.context > 1
-        latent = context and self.engine.context_models[layout.scheme or ""][scenario.model.model_type] != "gathered"
         return {
             "model": self.model,
-            "dtype": "float32" if dtype == "fp32" else "auto",  # the checkpoint's dtype: some models do not run in fp16
-            "fp8": dtype == "fp8",
-            "kv_dtype": "fp8" if self.fp8_kv else "auto",
-            "kv_dtype_e4m3": "fp8_e4m3" if self.fp8_kv else "auto",
-            "tensor": layout.tensor,
-            "stage_gpus": layout.stage_gpus if layout.is_mixture else layout.stage_gpus // layout.data,
-            "pipeline": layout.pipeline,
-            "context": layout.context if context else None,
-            "scheme": layout.scheme if context else None,
-            "data": layout.data if layout.data > 1 else None,
-            "attention_data": layout.data if layout.data > 1 and layout.is_mixture else None,
-            "replicas": layout.data if layout.data > 1 and not layout.is_mixture else None,
-            "expert_parallel": spread,
-            "expert_ranks": layout.expert_parallel if spread else None,
-            "expert_copies": layout.expert_data if layout.is_mixture and layout.expert_data > 1 else None,
-            "deepep": latent and layout.scheme == "zigzag",
-            "in_pieces": len(self.pieces) > 1,
-            "searched": layout.pieces == "searched",
-            "step_tokens": step_tokens,
-            "steps_of_groups": step_tokens and step_tokens * (layout.data if layout.is_mixture else 1),
             "max_sequences": self.max_sequences,
             "max_len": self.max_len,
-            "role": self.role,
-            "connector": _CONNECTOR if self.role else None,
-            "memory_fraction": f"{scenario.memory_fraction:g}",
-            "nodes": self.nodes if self.nodes > 1 else None,
+            "memory_fraction": f"{self.scenario.memory_fraction:g}",
+            "nodes": _several(self.nodes),
             "config": self.config,
+            "role": self.role,
+            "connector": self.role and _CONNECTOR,
+            **self._dtype_values(),
+            **self._size_values(),
+            **self._expert_values(),
+            **self._piece_values(),
+        }
+
+    def _dtype_values(self) -> dict[str, str | bool]:
+        """Values of the flags for number formats of computations and of the cache."""
+        dtype = self.scenario.request.dtype
+        values: dict[str, str | bool] = {"dtype": "auto", "fp8": dtype == "fp8"}
+        if dtype == "fp32":  # else the checkpoint's dtype: some models do not run in fp16
+            values["dtype"] = "float32"
+        values["kv_dtype"] = "auto"
+        values["kv_dtype_e4m3"] = "auto"
+        if self.fp8_kv:
+            values["kv_dtype"] = "fp8"
+            values["kv_dtype_e4m3"] = "fp8_e4m3"
+        return values
+
+    def _size_values(self) -> dict[str, Any]:
+        """Values of the flags for the sizes of the layout."""
+        layout = self.layout
+        values = {
+            "tensor": layout.tensor,
+            "pipeline": layout.pipeline,
+            "context": _several(layout.context),
+            "scheme": layout.scheme,
+            "data": _several(layout.data),
+            "stage_gpus": layout.stage_gpus,
+            "attention_data": _several(layout.data),
+            "replicas": None,
+            "deepep": False,
+        }
+        if not layout.is_mixture:  # data groups of a dense model are copies of the server
+            values["stage_gpus"] = layout.stage_gpus // layout.data
+            values["attention_data"] = None
+            values["replicas"] = _several(layout.data)
+        if layout.context > 1 and layout.scheme == "zigzag":
+            way = self.engine.context_models[layout.scheme][self.scenario.model.model_type]
+            values["deepep"] = way != "gathered"
+        return values
+
+    def _expert_values(self) -> dict[str, Any]:
+        """Values of the flags for the placement of the experts."""
+        layout = self.layout
+        if not layout.is_mixture:
+            return {"expert_parallel": False, "expert_ranks": None, "expert_copies": None}
+        return {
+            "expert_parallel": layout.expert_parallel > 1,
+            "expert_ranks": _several(layout.expert_parallel),
+            "expert_copies": _several(layout.expert_data),
+        }
+
+    def _piece_values(self) -> dict[str, Any]:
+        """Values of the flags for the steps in which a prompt is computed."""
+        step_tokens = None
+        steps_of_groups = None
+        if self.pieces:
+            step_tokens = -(-max(self.pieces) * self.scenario.request.batch // _PAGE) * _PAGE
+            steps_of_groups = step_tokens
+            if self.layout.is_mixture:
+                steps_of_groups = step_tokens * self.layout.data
+        return {
+            "in_pieces": len(self.pieces) > 1,
+            "searched": self.layout.pieces == "searched",
+            "step_tokens": step_tokens,
+            "steps_of_groups": steps_of_groups,
         }
 
     @property
@@ -119,7 +169,9 @@ class Server:
     def nodes(self) -> int:
         """Number of nodes that the group spans."""
         per_node = self.scenario.cluster.gpus_per_node
-        return 1 if per_node is None else -(-self.scenario.num_gpus // per_node)
+        if per_node is None:
+            return 1
+        return -(-self.scenario.num_gpus // per_node)
 
     @property
     def fp8_kv(self) -> bool:
@@ -135,9 +187,16 @@ class Server:
         if "/" not in self.model:
             yield f"{self.model} is kvrsim's name of the model: replace it by the name or path of your checkpoint"
         layout = self.layout
-        about = {"context": layout.context > 1, "searched": layout.pieces == "searched", "data": layout.data > 1}
-        about |= {"nodes": self.nodes > 1, "deepep": bool(self.values["deepep"])}
-        yield from (engine.notes[what] for what, holds in about.items() if holds and what in engine.notes)
+        features = {
+            "context": layout.context > 1,
+            "searched": layout.pieces == "searched",
+            "data": layout.data > 1,
+            "nodes": self.nodes > 1,
+            "deepep": bool(self.values["deepep"]),
+        }
+        for feature, is_present in features.items():
+            if is_present and feature in engine.notes:
+                yield engine.notes[feature]
         if engine.name != "vllm":
             yield f"{engine.name}'s memory fraction does not include activations: reduce it if memory runs out"
         quantization = scenario.model.quantization
@@ -182,7 +241,8 @@ class Deployment:
 def names_for(scenario: Scenario, engine_name: str, parameter: str) -> tuple[str, ...]:
     """Names of all strategies that an engine can run here; raises InputError for an unknown engine."""
     engine = deploy_engine(engine_name, parameter)
-    return tuple(one.name for one in all_for(scenario)[0] if engine.has(one, scenario))
+    strategies, _ = all_for(scenario)
+    return tuple(strategy.name for strategy in strategies if engine.has(strategy, scenario))
 
 
 def layout_for(engine: DeployEngine, scenario: Scenario, strategy: Strategy) -> Layout:
@@ -207,29 +267,35 @@ def longest_sequence(model: ModelSpec, tokens: int) -> int:
     raise InputError("ctx", tokens, accepted)
 
 
-def deployment_of(
-    scenario: Scenario,
-    engine_name: str,
-    strategy: str | Strategy,
-    partition: Sequence[int],
-    *,
-    model: str,
-    layers: Sequence[int] | None = None,
-) -> Deployment:
+def planned(scenario: Scenario, result: StrategyResult) -> Candidate:
+    """The candidate of a plan's result: its strategy, with the layers of its stages, and its partition."""
+    strategy = replace(get_strategy(result.strategy), stage_layers=result.layers)
+    return Candidate.of(scenario, strategy, result.partition)
+
+
+def deployment_of(candidate: Candidate, engine_name: str, *, model: str) -> Deployment:
     """The deployment of a strategy with its partition (pieces, for a pipeline) on the scenario's GPUs.
 
-    layers: layers of each stage of a pipeline; None: even. model: the model's name for the engine.
-    Raises InputError if the engine lacks the strategy; the error names the strategies that it has.
+    model: the model's name for the engine.
+    Raises InputError if the engine lacks the strategy, naming the strategies that it has, or if the memory is short.
     """
     engine = deploy_engine(engine_name)
-    own = strategy if isinstance(strategy, Strategy) else get_strategy(strategy)
-    layout = layout_for(engine, scenario, own)
-    _check_fits(scenario, engine, own, partition)
-    pieces = tuple(partition) if layout.pieces != "none" else (scenario.request.new_tokens,)
+    scenario = candidate.scenario
+    strategy = candidate.strategy
+    layout = layout_for(engine, scenario, strategy)
+    _check_fits(candidate, engine)
+    pieces = candidate.partition.chunk_lens
+    if layout.pieces == "none":
+        pieces = (scenario.request.new_tokens,)
     max_len = longest_sequence(scenario.model, scenario.request.context_len)
-    stages = None if layers is None else tuple(layers)
     server = Server(
-        engine=engine, scenario=scenario, layout=layout, model=model, max_len=max_len, pieces=pieces, layers=stages
+        engine=engine,
+        scenario=scenario,
+        layout=layout,
+        model=model,
+        max_len=max_len,
+        pieces=pieces,
+        layers=strategy.stage_layers,
     )
     length = "the longest sequence is the prompt and one output token: add the output tokens that you need"
     if max_len == scenario.request.context_len:
@@ -238,14 +304,14 @@ def deployment_of(
     placement = scenario.prefix_placement
     if scenario.request.cached_prefix and placement.place != "all":
         notes.append(f"no flag here places the cached prefix ({placement.describe()}): set it up in the engine")
-    return Deployment.of(server, own.name, notes, server.files)
+    return Deployment.of(server, strategy.name, notes, server.files)
 
 
-def _check_fits(scenario: Scenario, engine: DeployEngine, strategy: Strategy, partition: Sequence[int]) -> None:
+def _check_fits(candidate: Candidate, engine: DeployEngine) -> None:
     """Raise InputError if the partition needs more memory than the GPUs have."""
-    execution = execution_of(scenario, strategy)
-    planned = Candidate(scenario=scenario, execution=execution, partition=Partition(chunk_lens=tuple(partition)))
-    if not planned.fits:
-        most = format_bytes(max(memory.total for memory in planned.memory))
-        limit = scenario.memory_limit.describe()
-        raise InputError("emit", engine.name, f"a plan that fits: {strategy.name} needs {most} on a GPU ({limit})")
+    if candidate.fits:
+        return
+    most = format_bytes(max(memory.total for memory in candidate.memory))
+    limit = candidate.scenario.memory_limit.describe()
+    accepted = f"a plan that fits: {candidate.strategy.name} needs {most} on a GPU ({limit})"
+    raise InputError("emit", engine.name, accepted)

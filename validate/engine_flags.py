@@ -51,11 +51,7 @@ def launches(engine: str) -> Iterator[tuple[str, Deployment, Layout]]:
         for strategy in strategies:
             if deploy_engine(engine).has(strategy, scenario):
                 candidate = Search().candidate(scenario, strategy)
-                chunks = candidate.partition.chunk_lens
-                layers = candidate.strategy.stage_layers
-                launch = deployment_of(
-                    scenario, engine, candidate.strategy, chunks, model=str(question["model"]), layers=layers
-                )
+                launch = deployment_of(candidate, engine, model=str(question["model"]))
                 yield (
                     f"{question['model']}, {question['cluster']}, {strategy.name}",
                     launch,

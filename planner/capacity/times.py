@@ -12,7 +12,7 @@ fastest of them for each prompt; strategies of different layouts need different 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -110,21 +110,23 @@ class StrategyPolicy:
         usual = {strategy.name for strategy in self._candidates(scenario)}
         usual.add("kvr-e")  # KVR-S also tries even chunks
         names: list[str] = []
-        for strategy in all_for(scenario)[0]:
-            is_new = strategy.name not in usual and strategy.degrees.pieces != "searched"
-            if is_new and self._allows(strategy, scenario):
+        for strategy in self._allowed(all_for(scenario)[0], scenario):
+            if strategy.name not in usual and strategy.degrees.pieces != "searched":
                 names.append(strategy.name)
         return tuple(names)
 
-    def _allows(self, strategy: Strategy, scenario: Scenario) -> bool:
-        """Whether a strategy uses all GPUs, runs on all engines, and supports packed steps if needed."""
-        if self.packs and not takes_steps(strategy):
-            return False
-        if (self.packs or self.engines or self.deployable) and strategy.name == "single" and scenario.num_gpus > 1:
-            return False  # other GPUs of the group would be idle
-        if self.deployable and not engines_with(strategy, scenario):
-            return False
-        return all(engine.has(strategy, scenario) for engine in self.engines)
+    def _allowed(self, strategies: Sequence[Strategy], scenario: Scenario) -> Iterator[Strategy]:
+        """The strategies that use all GPUs, run on all engines, and support packed steps if needed."""
+        is_launched = self.packs or self.deployable or bool(self.engines)
+        for strategy in strategies:
+            if self.packs and not takes_steps(strategy):
+                continue
+            if is_launched and strategy.name == "single" and scenario.num_gpus > 1:
+                continue  # other GPUs of the group would be idle
+            if self.deployable and not engines_with(strategy, scenario):
+                continue
+            if all(engine.has(strategy, scenario) for engine in self.engines):
+                yield strategy
 
     def _candidates(self, scenario: Scenario) -> tuple[Strategy, ...]:
         names = [name for name in self.names or () if name != "all"]
@@ -140,7 +142,7 @@ class StrategyPolicy:
             chosen = names
         else:
             chosen = _usual(scenario)
-        return tuple(strategy for strategy in distinct(chosen) if self._allows(strategy, scenario))
+        return tuple(self._allowed(distinct(chosen), scenario))
 
 
 def weights_of(strategy: Strategy, num_gpus: int) -> str:
@@ -222,7 +224,7 @@ class TimeGrid:
 
 
 class Prefills:
-    """Simulates one strategy on the GPUs of a scenario; raises InputError if GPUs or model do not allow it.
+    """Simulates one strategy on the GPUs of an execution.
 
     Searched partitions are planned at doublings of the new tokens (analytically: within 0.1 to 1 % of a full search).
     Between these lengths, the best of some candidates is taken: the shares of both neighbours, interpolated shares and
@@ -232,13 +234,13 @@ class Prefills:
     powers of two share one, and times of overlapping prompts are simulated at fewer lengths and interpolated.
     """
 
-    def __init__(self, scenario: Scenario, strategy: Strategy, *, exact: bool = False) -> None:
-        self.execution = place(scenario, strategy)
-        self.strategy = strategy
+    def __init__(self, execution: Execution, *, exact: bool = False) -> None:
+        self.execution = execution
+        self.strategy = execution.strategy
         self.exact = exact
-        self.num_ranks = self.execution.cluster.num_gpus
-        self.searches = strategy.partition_rule == "search"
-        self.shared = self.execution.cluster.shares_bandwidth
+        self.num_ranks = execution.cluster.num_gpus
+        self.searches = execution.strategy.partition_rule == "search"
+        self.shared = execution.cluster.shares_bandwidth
 
     def times(self, cached_prefix: int, lengths: Lengths, shorter_prefix: int, longest: int) -> TimeGrid | None:
         """Prefill times at all lengths after one cached prefix; None if no token fits in memory after a shorter one.
@@ -593,7 +595,8 @@ class ServiceTimes:
         """Arguments of `Prefills.times` for one prefix of the grid."""
         shorter_prefix = self.prefixes[max(0, self.prefixes.index(prefix) - 1)]
         is_quick = not overlaps(strategy) or len(self.lengths) * len(self.prefixes) <= _FEW_OVERLAPPING
-        prefills = Prefills(self.scenario.on_gpus(num_gpus), strategy, exact=self.points.exact and is_quick)
+        execution = place(self.scenario.on_gpus(num_gpus), strategy)
+        prefills = Prefills(execution, exact=self.points.exact and is_quick)
         return prefills, prefix, self.lengths, shorter_prefix, int(self.lengths[-1]) + self.prefixes[-1]
 
     def _strategies(self, group: GroupType) -> Sequence[Strategy]:

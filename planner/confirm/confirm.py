@@ -18,7 +18,7 @@ from kvrsim.runtime.host import busy_note, started_by_torchrun
 from kvrsim.runtime.plan import RUN_STRATEGIES, Job, Parts, Report, Timing
 from kvrsim.runtime.ranks import launch
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy, usual_names
+from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, usual_names
 from kvrsim.strategies.pipeline import layers_of
 from kvrsim.units import format_bytes, format_count, format_seconds
 from planner.candidates import Candidate, Search, all_for, execution_of, strategies_to_compare
@@ -140,9 +140,9 @@ def _check_measurable(name: str, scenario: Scenario, mode: Mode, hardware: Hardw
         if mode == "virtual":
             where = "what one device can replay in turn"
         raise InputError("strategies", name, f"{where}: {', '.join(allowed)}, or all")
-    execution = execution_of(scenario, get_strategy(name, "strategies"))
-    even = Partition.even(scenario.request.new_tokens, execution.cluster.num_gpus)
-    hardware.check(Candidate(scenario=scenario, execution=execution, partition=even))
+    ranks = execution_of(scenario, STRATEGIES[name]).cluster.num_gpus
+    even = Partition.even(scenario.request.new_tokens, ranks)
+    hardware.check(Candidate.of(scenario, name, even.chunk_lens))
 
 
 def _is_measurable(strategy: Strategy, mode: Mode) -> bool:

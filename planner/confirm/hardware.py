@@ -10,15 +10,13 @@ from typing import Literal
 
 from kvrsim.choices import RankBackend
 from kvrsim.errors import ABSENT, InputError
-from kvrsim.execution import place
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import Gather
 from kvrsim.memory import memory_of
 from kvrsim.model.load import checkpoint_files, config_path, read_text_part
 from kvrsim.runtime import host
 from kvrsim.runtime.plan import ModelChoice, OnProgress, RankSettings, RunPlan, run_strategy
-from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import get_strategy
+from kvrsim.scenario import Scenario
 from kvrsim.strategies.pipeline import layers_of
 from kvrsim.units import format_bytes, format_count
 from planner.candidates import Candidate
@@ -238,8 +236,7 @@ class MemoryBudget:
 
     def fits_reference(self, scenario: Scenario) -> bool:
         """Whether the prefill of one process, the reference of the logits, fits in memory."""
-        whole = Partition(chunk_lens=(scenario.request.new_tokens,))
-        single = Candidate(scenario=scenario, execution=place(scenario, get_strategy("single")), partition=whole)
+        single = Candidate.of(scenario, "single", (scenario.request.new_tokens,))
         return self.needed_bytes(single) <= self.limit_bytes
 
     def check(self, candidates: Mapping[str, Candidate]) -> dict[str, int]:

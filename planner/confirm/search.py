@@ -26,7 +26,7 @@ from kvrsim.results.question import Question
 from kvrsim.runtime.host import versions
 from kvrsim.runtime.plan import RunPlan
 from kvrsim.runtime.ranks import launch
-from kvrsim.scenario import Partition, Scenario
+from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S
 from kvrsim.version import __version__
 from planner.candidates import Candidate
@@ -165,10 +165,7 @@ def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
 
 
 def _plan(task: SearchTask, chunks: Chunks) -> RunPlan:
-    partition = Partition(chunk_lens=chunks)
-    return task.hardware.run_plan(
-        Candidate(scenario=task.scenario, execution=place(task.scenario, KVR_S), partition=partition)
-    )
+    return task.hardware.run_plan(Candidate.of(task.scenario, KVR_S, chunks))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,7 +222,7 @@ def search_here(
     path = Path(f"{output}.search")
     task = SearchTask(scenario=scenario, hardware=hardware, seed=seed, budget_s=budget_s, journal=path)
     reporter.note(f"searching from {','.join(map(str, seed))}, for at most {minutes:g} minutes")
-    candidate = Candidate(scenario=scenario, execution=place(scenario, KVR_S), partition=Partition(chunk_lens=seed))
+    candidate = Candidate.of(scenario, KVR_S, seed)
     MemoryBudget.of(scenario, hardware, "ranks").check({KVR_S.name: candidate})
     longest_s = hardware.longest_s([candidate])
     how = hardware.launch(scenario, scenario.cluster.num_gpus, longest_s, budget_s / longest_s + 4 * hardware.repeats)

@@ -15,7 +15,7 @@ from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
 from kvrsim.program import Array
 from kvrsim.results.question import Question
-from kvrsim.scenario import Partition, Scenario
+from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.version import __version__
 from planner.candidates import Candidate, execution_of, strategies_to_compare
@@ -31,7 +31,7 @@ BEST = "best"
 _Result = TypeVar("_Result")
 _PER_DOUBLING = 4  # grid points of new tokens per factor of 2; more are added if linear interpolation is inaccurate
 _CONTENDS = 1.01  # strategies are simulated if they are within this factor of the fastest in some sample
-_PREFIX_SHARES = (0, 64, 16, 4, 2, 1)  # grid points of the prefix: 0, and the longest prefix over these numbers
+_PREFIX_SHARES = (64, 16, 4, 2, 1)  # grid points of the prefix: 0, and the longest prefix over these numbers
 # relative interpolation error above which a point is added; least ratio of neighbours
 _ERROR = 0.01
 _NEAREST = 1.03
@@ -65,8 +65,14 @@ def make_predictor(
         cached_prefix=build.prefixes,
         batch=build.batches[: len(times[0].ttft_s)],
         strategies=times,
-        question=Question.of(scenario, strategy=strategy if isinstance(strategy, str) else strategy.name).to_dict(),
+        question=Question.of(scenario, strategy=_name_of(strategy)).to_dict(),
     )
+
+
+def _name_of(strategy: str | Strategy) -> str:
+    if isinstance(strategy, str):
+        return strategy
+    return strategy.name
 
 
 class _Build:
@@ -79,8 +85,9 @@ class _Build:
         self.fewest = 2 * scenario.num_gpus  # least number of new tokens
         if self.longest < 2 * self.fewest:
             raise InputError("ctx", self.longest, f"at least {2 * self.fewest} tokens, four per GPU")
-        self.batches = tuple(sorted({*(1 << power for power in range(most.bit_length())), most}))
-        self.prefixes = tuple(sorted({self.longest // share if share else 0 for share in _PREFIX_SHARES}))
+        powers = [1 << power for power in range(most.bit_length())]
+        self.batches = tuple(sorted({*powers, most}))
+        self.prefixes = tuple(sorted({0, *(self.longest // share for share in _PREFIX_SHARES)}))
         doublings = math.log2(self.longest / self.fewest)
         even = np.geomspace(self.fewest, self.longest, math.ceil(doublings * _PER_DOUBLING) + 1)
         self.start = tuple(sorted({int(length) for length in np.rint(even)}))
@@ -90,51 +97,61 @@ class _Build:
         """The named strategy, or all deployable strategies that are nearly the fastest in some sample."""
         scenario = self.scenario
         if strategy != BEST:
-            one = get_strategy(strategy)
-            if one.partition_rule == "table":
-                raise InputError("strategy", one.name, "a strategy that needs no table")
-            execution_of(scenario, one)  # raises InputError for a strategy that machine or model do not allow
-            return (one,)
+            chosen = get_strategy(strategy)
+            if chosen.partition_rule == "table":
+                raise InputError("strategy", chosen.name, "a strategy that needs no table")
+            execution_of(scenario, chosen)  # raises InputError for a strategy that machine or model do not allow
+            return (chosen,)
         compared = strategies_to_compare(scenario, None).strategies
-        contending = tuple(one for one in compared if engines_with(one, scenario))
+        contending = [strategy for strategy in compared if engines_with(strategy, scenario)]
         if not contending:
             raise InputError("strategy", BEST, "a strategy by name: no engine has any on these GPUs")
         lengths = sorted({int(length) for length in np.geomspace(self.fewest, self.longest, 5)})
-        samples = product(lengths, (0, self.longest // 2), (self.batches[0], self.batches[-1]))
-        work = [(_at(scenario, *sample), contending) for sample in samples]
+        work = []
+        for new_tokens, prefix, batch in product(lengths, (0, self.longest // 2), (self.batches[0], self.batches[-1])):
+            request = replace(scenario.request, batch=batch, context_len=new_tokens + prefix, cached_prefix=prefix)
+            work.append((replace(scenario, request=request), contending))
         random.Random(0).shuffle(work)  # the first samples then show how many strategies are nearly the fastest
 
         def later(results: Sequence[Sequence[str]]) -> float:
-            number = len({name for names in results for name in names}) + (len(results) < len(work))
+            number = len(set().union(*results))
+            if len(results) < len(work):
+                number += 1
             return self._refinements(number) + self._rows(number)
 
         results = self._results(_near_the_best, work, _SEARCH * len(contending), later)
-        fast = {name for names in results for name in names}
+        fast = set().union(*results)
         if not fast:
             accepted = f"a model that fits in the memory of {scenario.num_gpus} GPUs"
             raise InputError("model", scenario.model.name, accepted)
-        return tuple(one for one in contending if one.name in fast)
+        return tuple(strategy for strategy in contending if strategy.name in fast)
 
     def points(self, strategies: Sequence[Strategy]) -> tuple[int, ...]:
         """Grid points of new tokens up to the longest context, so dense that TTFT is nearly linear between them."""
-        work = [(one, self.scenario, self.start, batch) for one in strategies for batch in {1, self.batches[-1]}]
+        work = []
+        for strategy, batch in product(strategies, {1, self.batches[-1]}):
+            work.append((self._prompts(strategy, 0, batch), self.start))
         results = self._results(_refine, work, self._refinements(1) / 2, lambda _: self._rows(len(strategies)))
-        return tuple(sorted({point for points in results for point in points}))
+        return tuple(sorted(set().union(*results)))
+
+    def _prompts(self, strategy: Strategy, cached_prefix: int, batch: int) -> _Prompts:
+        return _Prompts(scenario=self.scenario, strategy=strategy, cached_prefix=cached_prefix, batch=batch)
 
     def times(self, strategies: Sequence[Strategy], points: Sequence[int]) -> tuple[StrategyTimes, ...]:
         """TTFTs and intervals of each strategy at all grid points; intervals are simulated at the corners."""
         shape = (len(self.batches), len(self.prefixes))
         corners = set(product({0, shape[0] - 1}, {0, shape[1] - 1}))
-        work = [
-            (one, self.scenario, points, self.prefixes[column], self.batches[row], (row, column) in corners)
-            for row, column in np.ndindex(shape)
-            for one in strategies
-        ]
+        work = []
+        for row, column in np.ndindex(shape):
+            for strategy in strategies:
+                prompts = self._prompts(strategy, self.prefixes[column], self.batches[row])
+                work.append((prompts, points, (row, column) in corners))
         rows = self._results(_row, work, len(points))
         complete = len(rows) - len(rows) % (len(strategies) * shape[1])  # rows of complete batches
-        return tuple(
-            self._times(one, rows[index : complete : len(strategies)], points) for index, one in enumerate(strategies)
-        )
+        times = []
+        for index, strategy in enumerate(strategies):
+            times.append(self._times(strategy, rows[index : complete : len(strategies)], points))
+        return tuple(times)
 
     def _times(self, strategy: Strategy, rows: Sequence[_Row], points: Sequence[int]) -> StrategyTimes:
         """TTFTs and intervals from a strategy's rows, by batch and prefix; intervals are interpolated."""
@@ -143,8 +160,11 @@ class _Build:
         shape = (len(rows) // len(self.prefixes), len(self.prefixes), len(points))
         ttft_s = np.array([row.ttft_s for row in rows]).reshape(shape)
         batches = self.batches[: shape[0]]
-        edges = [rows[: shape[1]], rows[-shape[1] :]]  # the rows of the smallest and of the largest batch
-        corners = [[(row if row[0].ends else edges[0])[column].ends for column in (0, -1)] for row in edges]
+        smallest = rows[: shape[1]]
+        largest = rows[-shape[1] :]
+        if not largest[0].ends:  # the time budget has ended before the largest batch
+            largest = smallest
+        corners = [(row[0].ends, row[-1].ends) for row in (smallest, largest)]
         sampled = np.log([points[index] for index in _sample(len(points))])
         ends = RegularGridInterpolator(((0, 1), (0, 1), sampled), np.log(corners))
         across = np.log(batches) / (np.log(batches[-1]) or 1.0)
@@ -185,7 +205,9 @@ class _Build:
             self.done += prefills
             if self.on_progress is not None:
                 self.on_progress(round(self.done), round(total + later(results)), "prefills")
-        least = len(work) // len(self.batches) if call is _row else len(work)
+        least = len(work)
+        if call is _row:  # the smallest batch suffices
+            least = len(work) // len(self.batches)
         if len(results) < least:
             raise InputError("time_budget", f"{self.pool.time_budget_s:g}s", "a longer time: no batch is complete")
         return results
@@ -199,8 +221,8 @@ def _nest(values: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
     """The values as nested tuples of the given shape."""
     if len(shape) == 1:
         return tuple(values)
-    each = len(values) // shape[0]
-    return tuple(_nest(values[each * index :][:each], shape[1:]) for index in range(shape[0]))
+    step = len(values) // shape[0]
+    return tuple(_nest(values[step * index :][:step], shape[1:]) for index in range(shape[0]))
 
 
 # -- functions that run in a worker process
@@ -215,10 +237,61 @@ class _Row:
     ends: tuple[tuple[float, float], ...]  # ends of the interval over TTFT, at the sampled points; empty: not simulated
 
 
-def _at(scenario: Scenario, new_tokens: int, cached_prefix: int, batch: int) -> Scenario:
-    context_len = new_tokens + cached_prefix
-    request = replace(scenario.request, batch=batch, context_len=context_len, cached_prefix=cached_prefix)
-    return replace(scenario, request=request)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Prompts:
+    """A strategy's prompts of one batch size after one cached prefix."""
+
+    scenario: Scenario  # GPUs and model; the lengths of its request are not used
+    strategy: Strategy
+    cached_prefix: int  # tokens
+    batch: int
+
+    def at(self, new_tokens: int) -> Scenario:
+        """The scenario of a prompt."""
+        context_len = new_tokens + self.cached_prefix
+        request = replace(
+            self.scenario.request, batch=self.batch, context_len=context_len, cached_prefix=self.cached_prefix
+        )
+        return replace(self.scenario, request=request)
+
+    def candidate(self, new_tokens: int) -> Candidate:
+        """The candidate of a prompt, quickly found."""
+        return quick_candidate(self.at(new_tokens), self.strategy)
+
+    def candidates(self, points: Sequence[int]) -> list[Candidate]:
+        """The candidate at each number of new tokens.
+
+        Chunks and pieces are searched at the sampled points, and interpolated between them.
+        """
+        places = [self.at(point) for point in points]
+        if self.strategy.partition_rule not in _SEARCHED:
+            return [quick_candidate(place, self.strategy) for place in places]
+        sampled = _sample(len(points))
+        log_points = np.log(points)
+        searched = {index: quick_candidate(places[index], self.strategy) for index in sampled}
+        # A quick search of pieces is rough: pieces between those of the neighbours may be faster.
+        for first, middle, last in zip(sampled, sampled[1:], sampled[2:], strict=False):
+            weight = float(np.interp(log_points[middle], log_points[[first, last]], [0, 1]))
+            between = _between(searched[first], searched[last], places[middle], weight)
+            searched[middle] = min(searched[middle], between, key=_fitting_first)
+        candidates = [searched[0]]
+        for first, last in pairwise(sampled):
+            weights = np.interp(log_points[first + 1 : last], log_points[[first, last]], [0, 1])
+            for place, weight in zip(places[first + 1 : last], weights, strict=True):
+                candidates.append(_between(searched[first], searched[last], place, weight))
+            candidates.append(searched[last])
+        return candidates
+
+    def fits(self, new_tokens: int, near: Candidate) -> bool:
+        """Whether a prompt fits in memory, with the partition of a prompt of nearly the same length."""
+        ends = np.rint(np.array(near.partition.boundaries) / near.partition.num_tokens * new_tokens)
+        chunks = [int(chunk) for chunk in np.diff(ends)]
+        return Candidate.of(self.at(new_tokens), near.strategy, chunks).fits
+
+
+def _fitting_first(candidate: Candidate) -> tuple[bool, float]:
+    """Sort key: candidates that fit before others, and the faster ones first."""
+    return not candidate.fits, candidate.ttft_s
 
 
 def _sample(count: int) -> list[int]:
@@ -228,117 +301,108 @@ def _sample(count: int) -> list[int]:
 
 def _near_the_best(scenario: Scenario, contending: Sequence[Strategy]) -> list[str]:
     """Names of the strategies that fit and are nearly as fast as the fastest one; empty if none fits."""
-    feasible = [one for one in (quick_candidate(scenario, strategy) for strategy in contending) if one.fits]
-    return [one.strategy.name for one in feasible if one.ttft_s <= _CONTENDS * min(other.ttft_s for other in feasible)]
+    ttft_s: dict[str, float] = {}
+    for strategy in contending:
+        candidate = quick_candidate(scenario, strategy)
+        if candidate.fits:
+            ttft_s[strategy.name] = candidate.ttft_s
+    least_s = min(ttft_s.values(), default=math.inf)
+    return [name for name in ttft_s if ttft_s[name] <= _CONTENDS * least_s]
 
 
-def _refine(strategy: Strategy, scenario: Scenario, start: Sequence[int], batch: int) -> tuple[int, ...]:
+def _refine(prompts: _Prompts, start: Sequence[int]) -> tuple[int, ...]:
     """Grid points, refined: intervals are halved while linear interpolation is inaccurate in their middle.
 
     Searched chunks avoid the jumps of kernel times, so their TTFT needs no additional points.
     """
-    if strategy.partition_rule == "search":
+    rule = prompts.strategy.partition_rule
+    if rule == "search":
         return tuple(start)
-    places = [_at(scenario, one, 0, batch) for one in start]
-    candidates = dict(zip(start, _candidates(strategy, places, start), strict=True))
-    todo = set(start)
+    candidates = dict(zip(start, prompts.candidates(start), strict=True))
+    points = set(start)
     intervals = list(pairwise(start))
     while intervals:
         low, high = intervals.pop()
         middle = round((low * high) ** 0.5)
         if not low < middle < high or high < _NEAREST * low:
             continue
-        place = _at(scenario, middle, 0, batch)
-        ends = (candidates[low], candidates[high])
-        searched = strategy.partition_rule in _SEARCHED
-        candidates[middle] = _between(*ends, place, 0.5) if searched else quick_candidate(place, strategy)
-        line_s = float(np.interp(middle, (low, high), [one.ttft_s for one in ends]))
-        if abs(line_s / candidates[middle].ttft_s - 1) > _ERROR:
-            todo.add(middle)
+        if rule in _SEARCHED:
+            candidate = _between(candidates[low], candidates[high], prompts.at(middle), 0.5)
+        else:
+            candidate = prompts.candidate(middle)
+        candidates[middle] = candidate
+        line_s = float(np.interp(middle, (low, high), (candidates[low].ttft_s, candidates[high].ttft_s)))
+        if abs(line_s / candidate.ttft_s - 1) > _ERROR:
+            points.add(middle)
             intervals += [(low, middle), (middle, high)]
-    return tuple(sorted(todo))
+    return tuple(sorted(points))
 
 
-def _row(
-    strategy: Strategy, scenario: Scenario, points: Sequence[int], cached_prefix: int, batch: int, with_intervals: bool
-) -> _Row:
-    places = [_at(scenario, point, cached_prefix, batch) for point in points]
-    candidates = _candidates(strategy, places, points)
-    sampled = _sample(len(points)) if with_intervals else []
+def _row(prompts: _Prompts, points: Sequence[int], with_intervals: bool) -> _Row:
+    candidates = prompts.candidates(points)
+    ends: list[tuple[float, float]] = []
+    if with_intervals:
+        for index in _sample(len(points)):
+            candidate = candidates[index]
+            interval = candidate.interval
+            ends.append((interval.low_s / candidate.ttft_s, interval.high_s / candidate.ttft_s))
     return _Row(
-        ttft_s=tuple(one.ttft_s for one in candidates),
-        most_new_tokens=_most_that_fit(scenario, candidates, cached_prefix, batch),
-        ends=tuple(
-            (one.interval.low_s / one.ttft_s, one.interval.high_s / one.ttft_s)
-            for one in (candidates[index] for index in sampled)
-        ),
+        ttft_s=tuple(candidate.ttft_s for candidate in candidates),
+        most_new_tokens=_most_that_fit(prompts, candidates),
+        ends=tuple(ends),
     )
 
 
-def _candidates(strategy: Strategy, places: Sequence[Scenario], points: Sequence[int]) -> list[Candidate]:
-    """The candidate at each point; chunks and pieces are searched at the sampled points, and interpolated between."""
-    if strategy.partition_rule not in _SEARCHED:
-        return [quick_candidate(place, strategy) for place in places]
-    sampled = _sample(len(points))
-    searched = {index: quick_candidate(places[index], strategy) for index in sampled}
-    candidates = [searched[0]]
-    # A quick search of pieces is rough: pieces between those of the neighbours may be faster.
-    for first, middle, last in zip(sampled, sampled[1:], sampled[2:], strict=False):
-        weight = float(np.interp(np.log(points[middle]), np.log([points[first], points[last]]), [0, 1]))
-        between = _between(searched[first], searched[last], places[middle], weight)
-        searched[middle] = min(searched[middle], between, key=lambda one: (not one.fits, one.ttft_s))
-    for first, last in pairwise(sampled):
-        low = searched[first]
-        high = searched[last]
-        weights = np.interp(np.log(points[first + 1 : last]), np.log([points[first], points[last]]), [0, 1])
-        candidates += [_between(low, high, *pair) for pair in zip(places[first + 1 : last], weights, strict=True)]
-        candidates.append(high)
-    return candidates
-
-
 def _between(low: Candidate, high: Candidate, place: Scenario, weight: float) -> Candidate:
-    """Interpolate chunks or pieces between a shorter and a longer prompt; return the fastest candidate."""
+    """Interpolate chunks or pieces between a shorter and a longer prompt; return the fastest candidate.
+
+    place: the scenario of the prompt between them; weight: 0 at the shorter one, 1 at the longer one.
+    """
+    nearer = high
+    if weight < 0.5:
+        nearer = low
+    tokens = place.request.new_tokens
+    shares = []
+    for candidate in (low, high):
+        shares.append(np.array(candidate.partition.boundaries) / candidate.partition.num_tokens)
     execution = execution_of(place, low.strategy)
-    partitions = list[Partition]()
-    tokens = execution.request.new_tokens
     if low.strategy.partition_rule == "search":
-        partitions.append(search(execution, method="analytical").partition)
+        stride = 1
+        partitions = [search(execution, method="analytical").partition.chunk_lens]
     else:
-        step = low.partition.chunk_lens[0]
-        for starts in ((*range(step, tokens, step),), high.partition.boundaries[1:-1]):
-            partitions.append(Partition(chunk_lens=chunk_lens([one for one in starts if one < tokens], tokens)))
-    stride = 1 if low.strategy.partition_rule == "search" else math.lcm(PAGE, execution.placed.gpus_per_rank)
-    ends = [np.array(one.partition.boundaries) / one.partition.num_tokens for one in (low, high)]
-    numbers = [len(one) - 1 for one in ends]
+        stride = math.lcm(PAGE, execution.placed.gpus_per_rank)
+        steps = range(low.partition.chunk_lens[0], tokens, low.partition.chunk_lens[0])
+        ends = [end for end in high.partition.boundaries[1:-1] if end < tokens]
+        partitions = [chunk_lens(list(steps), tokens), chunk_lens(ends, tokens)]
+    numbers = [len(ends) - 1 for ends in shares]
     for number in {*numbers, round(numbers[0] ** (1 - weight) * numbers[1] ** weight)}:
         parts = min(number, 1 + (tokens - 1) // stride)
-        inner = [np.interp(np.linspace(0, 1, parts + 1), np.linspace(0, 1, len(one)), one)[1:-1] for one in ends]
+        at = np.linspace(0, 1, parts + 1)
+        inner = [np.interp(at, np.linspace(0, 1, len(ends)), ends)[1:-1] for ends in shares]
         near = to_grid(((1 - weight) * inner[0] + weight * inner[1]) * tokens, stride, tokens)
-        partitions.append(Partition(chunk_lens=chunk_lens(near.tolist(), tokens)))
-    strategy = (low if weight < 0.5 else high).strategy  # with the stages of the nearer of the two prompts
-    nearer = execution_of(place, strategy)
-    each = (Candidate(scenario=place, execution=nearer, partition=one) for one in partitions)
-    return min(each, key=lambda one: one.ttft_s)
+        partitions.append(chunk_lens(near.tolist(), tokens))
+    candidates = [Candidate.of(place, nearer.strategy, partition) for partition in partitions]
+    return min(candidates, key=lambda candidate: candidate.ttft_s)
 
 
-def _most_that_fit(scenario: Scenario, candidates: Sequence[Candidate], cached_prefix: int, batch: int) -> int:
+def _most_that_fit(prompts: _Prompts, candidates: Sequence[Candidate]) -> int:
     """The most new tokens up to the last point that fit, by bisection; 0: the first point does not fit."""
-    points = [one.partition.num_tokens for one in candidates]
+    points = [candidate.partition.num_tokens for candidate in candidates]
 
-    def fit(new_tokens: int) -> bool:
+    def fits(new_tokens: int) -> bool:
         near = candidates[int(np.searchsorted(points, new_tokens, side="right")) - 1]
-        ends = np.rint(np.array(near.partition.boundaries) / near.partition.num_tokens * new_tokens)
-        partition = Partition(chunk_lens=tuple(map(int, np.diff(ends))))
-        place = _at(scenario, new_tokens, cached_prefix, batch)
-        return Candidate(scenario=place, execution=execution_of(place, near.strategy), partition=partition).fits
+        return prompts.fits(new_tokens, near)
 
-    if fit(points[-1]):
+    if fits(points[-1]):
         return points[-1]
-    if not fit(points[0]):
+    if not fits(points[0]):
         return 0
     low = points[0]
     high = points[-1]
     while high - low > max(1, low // 500):
         middle = (low + high) // 2
-        low, high = (middle, high) if fit(middle) else (low, middle)
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
     return low

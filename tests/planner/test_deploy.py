@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
 from kvrsim.execution import place
 from kvrsim.strategies import STRATEGIES, get_strategy
-from planner.candidates import ForEngine, partition_of, strategies_to_compare
+from planner.candidates import Candidate, ForEngine, partition_of, strategies_to_compare
 from planner.capacity.deployment import fleet_deployment
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request
@@ -37,7 +38,7 @@ def launched(engine: str, strategy: str, **question: Any) -> Deployment:
     scenario, _ = make_scenario(**{"ctx": "16k", "gpus": 8} | question)
     chosen = get_strategy(strategy)
     cut = partition_of(place(scenario, chosen))
-    return deployment_of(scenario, engine, strategy, cut.chunk_lens, model="org/model")
+    return deployment_of(Candidate.of(scenario, strategy, cut.chunk_lens), engine, model="org/model")
 
 
 @pytest.mark.slow
@@ -79,15 +80,16 @@ def sizes_of(engine: str, found: dict[str, str | None], files: Mapping[str, str]
 
 def test_uneven_pieces_are_sglangs() -> None:
     scenario, _ = make_scenario(ctx="16k", gpus=8, **LLAMA)
-    uneven, pieces = get_strategy("tp2+pp-s"), (6000, 5000, 4000, 1384)
-    deployment = deployment_of(scenario, "sglang", uneven, pieces, model="org/model", layers=(20, 20, 20, 20))
+    uneven = replace(get_strategy("tp2+pp-s"), stage_layers=(20, 20, 20, 20))
+    candidate = Candidate.of(scenario, uneven, (6000, 5000, 4000, 1384))
+    deployment = deployment_of(candidate, "sglang", model="org/model")
     result = options(deployment)
     assert (result["--tp-size"], result["--pp-size"]) == ("2", "4")
     assert "--enable-dynamic-chunking" in result
     assert result["--chunked-prefill-size"] == str(47 * 128)  # a multiple of every page size
     assert any("6000, 5000, 4000, 1384" in note for note in deployment.notes)
     with pytest.raises(InputError, match=r"not tp2\+pp-s .*which sglang 0.5.23 has; here it has single"):
-        deployment_of(scenario, "vllm", uneven, pieces, model="org/model")
+        deployment_of(candidate, "vllm", model="org/model")
 
 
 def test_types_and_experts() -> None:

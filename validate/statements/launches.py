@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvrsim.errors import InputError
+from kvrsim.strategies import get_strategy
+from planner.candidates import Candidate
 from planner.deploy import deployment_of
 from validate.statements.claims import Claim
 from validate.statements.plans import Entry, PlannedCase
@@ -55,14 +58,11 @@ def check_launch(case: PlannedCase) -> Iterator[Claim]:
 
 def _claims(case: PlannedCase, engine: str, entry: Entry) -> Iterator[Claim]:
     try:
-        launch = deployment_of(
-            case.scenario,
-            engine,
-            entry["strategy"],
-            entry["partition"],
-            model=case.options["model"],
-            layers=entry.get("layers"),
-        )
+        strategy = get_strategy(entry["strategy"])
+        if entry.get("layers") is not None:
+            strategy = replace(strategy, stage_layers=tuple(entry["layers"]))
+        candidate = Candidate.of(case.scenario, strategy, entry["partition"])
+        launch = deployment_of(candidate, engine, model=case.options["model"])
     except InputError as error:
         longer = case.said["context_len"] > (case.scenario.model.max_position_embeddings or math.inf)
         yield Claim(kind="launch", said=f"{engine} has {entry['strategy']}", found=f"no launch: {error}", holds=longer)

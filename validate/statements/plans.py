@@ -348,7 +348,7 @@ def launches(case: PlannedCase, strategy: str, partition: Sequence[int]) -> bool
 
     engine = case.options["engine"].partition("@")[0]
     try:
-        deployment_of(case.scenario, engine, strategy, partition, model=case.options["model"])
+        deployment_of(Candidate.of(case.scenario, strategy, partition), engine, model=case.options["model"])
     except InputError:
         return False
     return True

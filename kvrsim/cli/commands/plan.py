@@ -74,12 +74,9 @@ def plan(
         scenario, result = plan_of(args, options, noise, users, timelines=timelines, search=search, pool=pool)
     deployment = None
     if deploy.emit is not None and result.feasible and deploy.emit in result.best.engines:
-        from planner.deploy import deployment_of
+        from planner.deploy import deployment_of, planned
 
-        best = result.best
-        deployment = deployment_of(
-            scenario, deploy.emit, best.strategy, best.partition, model=str(args.model), layers=best.layers
-        )
+        deployment = deployment_of(planned(scenario, result.best), deploy.emit, model=str(args.model))
 
     def content() -> dict[str, Any]:
         if deployment is None:

@@ -195,17 +195,17 @@ def used_of(plan: Plan) -> dict[str, str]:
 def launches_of(scenario: Scenario, plan: Plan, *, model: str) -> list[dict[str, Any]]:
     """How each engine that has the plan is started for it; a reason in place of what an engine refuses."""
     from kvrsim.errors import InputError
-    from planner.deploy import deployment_of
+    from planner.deploy import deployment_of, planned
 
     launches = list[dict[str, Any]]()
-    found = plan.deployable
-    if found is None:
+    if plan.deployable is None:
         return []
-    for engine in [name for name in found.engines if plan.engine in (None, name)]:
+    candidate = planned(scenario, plan.deployable)
+    for engine in plan.deployable.engines:
+        if plan.engine not in (None, engine):
+            continue
         try:
-            deployment = deployment_of(
-                scenario, engine, found.strategy, found.partition, model=model, layers=found.layers
-            )
+            deployment = deployment_of(candidate, engine, model=model)
             launches.append(deployment.to_dict())
         except InputError as error:
             launches.append({"engine": engine, "refused": reason(error)})

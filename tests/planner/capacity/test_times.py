@@ -71,7 +71,7 @@ def delayed(program: Program, delays_s: np.ndarray) -> Program:
 @pytest.mark.parametrize("profile", ["a100-eager", "h100-flash"])
 @pytest.mark.parametrize(("new", "cached"), [(600, 0), (5000, 0), (3000, 8192)])
 def test_ranks_that_begin_within_their_slack_end_no_later(profile: str, new: int, cached: int) -> None:
-    prefills = Prefills(scenario(profile, 4), KVR)
+    prefills = Prefills(place(scenario(profile, 4), KVR))
     knots = np.array([new], dtype=np.int64)
     chunks, finish_s = prefills.chains(knots, cached)
     slack_s = prefills.slack_s(chunks, finish_s, cached)[0]
@@ -142,7 +142,7 @@ def test_what_cannot_be_run_is_refused(names: tuple[str, ...]) -> None:
 def test_times_at_a_power_of_two_are_those_of_a_plan(name: str) -> None:
     strategy = get_strategy(name)
     knots = np.array([300, 512, 2048, 4096], dtype=np.int64)
-    times = Prefills(large(8), strategy).times(0, knots, 0, 4096)
+    times = Prefills(place(large(8), strategy)).times(0, knots, 0, 4096)
     assert times is not None
     for knot, ttft_s in zip(knots.tolist(), times.ttft_s.tolist(), strict=True):
         placed = place(large(8, knot), strategy).placed
@@ -155,7 +155,7 @@ def test_times_at_a_power_of_two_are_those_of_a_plan(name: str) -> None:
 def test_prompts_behind_each_other_in_a_pipeline_take_as_long_as_alone() -> None:
     """Stages that start later, within their slack, end at the same time, so prompts can overlap."""
     strategy = get_strategy("pp")
-    prefills = Prefills(large(4), strategy)
+    prefills = Prefills(place(large(4), strategy))
     times = prefills.times(0, np.array([4096], dtype=np.int64), 0, 4096)
     assert times is not None
     assert times.finish[0, 0] < 0.8
@@ -170,7 +170,8 @@ def test_prompts_behind_each_other_in_a_pipeline_take_as_long_as_alone() -> None
 
 
 def test_the_longest_prompt_that_fits_is_the_plans() -> None:
-    times = Prefills(large(2), strategy := get_strategy("tp")).times(0, np.array([1, 65536], dtype=np.int64), 0, 65536)
+    strategy = get_strategy("tp")
+    times = Prefills(place(large(2), strategy)).times(0, np.array([1, 65536], dtype=np.int64), 0, 65536)
     assert times is not None
     most = times.most_new_tokens
     assert 1 < most < 65536
@@ -185,7 +186,7 @@ def test_groups_whose_memory_ends_within_the_cached_prefixes(model: str, gpus: i
     options, _ = make_scenario(ctx=1024, gpus=8, model=model, cluster="a100-nvlink", profile="a100-flash")
     times = ServiceTimes(options, GridPoints.up_to(200_000, 3_000_000), StrategyPolicy())
     group = GroupType(gpus, name)
-    prefills = Prefills(options, get_strategy(name.removesuffix("8")))
+    prefills = Prefills(place(options, get_strategy(name.removesuffix("8"))))
     grids = times.grids(group)
     assert grids[0].most_new_tokens
     assert not grids[-1].most_new_tokens  # no prompt fits after the longest prefix
@@ -207,7 +208,7 @@ def test_times_between_tiles_of_kernels_are_those_of_a_simulation(cluster: str, 
     options, _ = make_scenario(ctx=1024, gpus=gpus, model="llama-3.1-8b", cluster=cluster)
     times = ServiceTimes(options, GridPoints.up_to(8192, 0), StrategyPolicy(names=(name,)))
     lengths = np.array([129, 600, 1023, 1025, 1100, 1500, 2050, 3001, 4097, 4101, 6000, 8192])
-    simulated = Prefills(options, get_strategy(name))
+    simulated = Prefills(place(options, get_strategy(name)))
     errors = times.seconds(GroupType(gpus), lengths, np.zeros_like(lengths))
     for index, tokens in enumerate(lengths.tolist()):
         execution = simulated.at(0, tokens)
@@ -235,7 +236,7 @@ def test_requests_of_few_lengths_take_as_long_as_in_a_simulation(prefixes: tuple
     strategy = get_strategy("tsp")
     simulated_s = []
     for new, prefix in pairs.tolist():
-        prompt = Prefills(options, strategy).at(prefix, new)
+        prompt = Prefills(place(options, strategy)).at(prefix, new)
         simulated_s.append(run_partition(prompt, partition_of(prompt)).ttft_s)
     assert service.ttft_s == pytest.approx(simulated_s, rel=1e-9 if is_exact else 0.05)
     assert {service.strategies[index] for index in service.length_class} == {"tsp"}
@@ -257,7 +258,7 @@ def test_each_of_few_lengths_has_the_overlap_of_its_own_simulation(name: str) ->
     (group,) = times.types(4)
     service = times.service(group, workload)
     for index, tokens in enumerate(lengths.tolist()):
-        alone = Prefills(options, get_strategy(name), exact=True).times(0, lengths[[index]], 0, tokens)
+        alone = Prefills(place(options, get_strategy(name)), exact=True).times(0, lengths[[index]], 0, tokens)
         assert alone is not None
         length_class = service.length_class[index]
         assert service.ttft_s[index] == pytest.approx(alone.ttft_s[0], rel=1e-9)
