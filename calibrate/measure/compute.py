@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from calibrate.data import Measurement
-from calibrate.measure.campaign import Campaign, Seconds
+from calibrate.measure.campaign import Campaign, Seconds, SkippedPoint
 from calibrate.measure.device import device_name, origin, spec_of
 from calibrate.measure.forward import HEAT_S, HOST_CHUNK, LAYERS, ComputeSetup, ForwardTimer, Point
 from calibrate.measure.ranks import PendingRanks
@@ -20,12 +20,15 @@ from kvrsim.io.schema import to_json
 from kvrsim.kernels.elementwise import after_mixer, before_mixer, measured_merge
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
+from kvrsim.runtime.faults import RankError
 from kvrsim.scenario import dtype_bytes
 
 SOURCE = "kvrsim calibrate compute"
 BARE_LAYER = "bare layer"  # name of the seconds of a whole layer that was timed without marks inside
 
 _LEAST_CHUNK = 64
+_MOST_PENDING = 4096  # most tokens of a layer that is timed during a pending receive; it fills a GPU
+_LEAST_MEMORY_FIRST = ("flash", "sdpa", "eager")  # kernels by the memory that they need for a long chunk
 _PROBE = 256  # tokens of a first forward that measures the device's speed
 _MARKED_S = 2e-2  # seconds; shorter forwards are also timed without marks, because marks would take much of the time
 _HOST = ("host_layer", "host_prepare")  # seconds of the host; all other parts are seconds of the device
@@ -104,11 +107,16 @@ def _block_points(points: Sequence[Point]) -> list[Point]:
 
 
 def _pending_points(points: Sequence[Point]) -> list[Point]:
-    """Up to three points of the first kernel without a prefix, with chunks as in a long prefill."""
-    first = points[0].kernel
-    alone = sorted({point.chunk for point in points if point.kernel == first and point.prefix == 0})
-    powers = [chunk for chunk in alone if chunk & (chunk - 1) == 0]
-    return [Point(kernel=first, chunk=chunk, prefix=0, kind="pending") for chunk in (powers or alone)[-1:-6:-2]]
+    """Up to three points without a prefix, of the kernel that needs least memory, with chunks as in a long prefill.
+
+    They run in a process of their own, beside the one that times the other points on the same GPU.
+    """
+    kernels = {point.kernel for point in points}
+    kernel = next(kernel for kernel in _LEAST_MEMORY_FIRST if kernel in kernels)
+    alone = sorted({point.chunk for point in points if point.kernel == kernel and point.prefix == 0})
+    short = [chunk for chunk in alone if chunk <= _MOST_PENDING] or alone[:1]
+    powers = [chunk for chunk in short if chunk & (chunk - 1) == 0]
+    return [Point(kernel=kernel, chunk=chunk, prefix=0, kind="pending") for chunk in (powers or short)[-1:-6:-2]]
 
 
 @dataclass(slots=True)
@@ -121,6 +129,7 @@ class ComputeBench:
     _rate: float = 0.0  # FLOP/s in the probe
     _least_s: float = 0.0  # seconds of the shortest forward
     _pending: PendingRanks | None = None  # ranks, started on their first use
+    _pending_fault: str | None = None  # why the ranks have failed
 
     @classmethod
     def build(cls, setup: ComputeSetup) -> ComputeBench:
@@ -156,25 +165,41 @@ class ComputeBench:
     def sample(self, point: Point) -> Seconds:
         """Time one forward, on a GPU at the clock of a long prefill; the first forward of a point is not counted.
 
-        Raises SkippedPoint if the point does not fit into memory.
+        Raises SkippedPoint if the point does not fit into memory, or its ranks fail. Afterwards the process holds no
+        memory but the weights, because the ranks of pending points need some of the same GPU.
         """
-        at = point
+        try:
+            return self._sample(point)
+        finally:
+            self.timer.release()
+
+    def _sample(self, at: Point) -> Seconds:
         if at.kind == "pending":
-            if self._pending is None:
-                self._pending = PendingRanks(self.setup)
-            return self._pending.sample(at)
+            return self._sample_pending(at)
         if at.kind == "block":
             return self.timer.block(at)
         bare = at.kind == "host"
-        if point not in self._warm:
+        if at not in self._warm:
             self.timer.check_memory(at)
             self.timer.forward(at, bare=bare)
-            self._warm.add(point)
+            self._warm.add(at)
         times = self.timer.forward(at, bare=bare, heat=self._heats(at, self.timer.known_s.get(at, 0.0)))
         samples = {name: seconds for name, seconds in times.items() if (name in _HOST) is bare}
         if not bare and self.timer.known_s[at] < _MARKED_S:
             samples[BARE_LAYER] = self.timer.layer_s(at)
         return samples
+
+    def _sample_pending(self, at: Point) -> Seconds:
+        """Time a layer on two ranks. If they fail, these points are skipped, and the others are still measured."""
+        if self._pending_fault is not None:
+            raise SkippedPoint(self._pending_fault)
+        try:
+            if self._pending is None:
+                self._pending = PendingRanks(replace(self.setup, kernels=(at.kernel,)))
+            return self._pending.sample(at)
+        except RankError as error:
+            self._pending_fault = f"two ranks are needed, and they failed: {error}"
+        raise SkippedPoint(self._pending_fault)
 
     def _heats(self, at: Point, forward_s: float) -> bool:
         """Whether the device must be heated first; host times need no heating."""

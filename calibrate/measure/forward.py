@@ -126,19 +126,30 @@ class ForwardTimer:
 
         Raises SkippedPoint if memory runs out.
         """
+        try:
+            return self._forward(at, bare=bare, heat=heat)
+        except torch.OutOfMemoryError:
+            pass  # its traceback holds tensors; they are free once this clause has ended
+        gc.collect()
+        raise SkippedPoint("out of the device's memory")
+
+    def release(self) -> None:
+        """Return the memory that torch keeps for later tensors to the device, so that other processes can use it.
+
+        Not while a receive is pending: the device cannot be synchronised then.
+        """
+        if self.setup.device == "cuda":
+            torch.cuda.empty_cache()
+
+    def _forward(self, at: Point, *, bare: bool, heat: bool) -> dict[str, float]:
         model = self.models[at.kernel]
         geometry = Geometry.of(model)
         parts = LayerParts(model, geometry, bare=bare)
-        try:
-            with torch.inference_mode():
-                if heat:
-                    self._heat(model, geometry, at)
-                with parts.hooked(self.clock):
-                    return self._time(model, geometry, parts, at)
-        except torch.OutOfMemoryError:
-            gc.collect()
-            torch.cuda.empty_cache()
-            raise SkippedPoint("out of the device's memory") from None
+        with torch.inference_mode():
+            if heat:
+                self._heat(model, geometry, at)
+            with parts.hooked(self.clock):
+                return self._time(model, geometry, parts, at)
 
     def _heat(self, model: Any, geometry: Geometry, at: Point) -> None:
         """Run forwards of the point for HEAT_S, until just before the timed one."""
@@ -199,8 +210,7 @@ class ForwardTimer:
         """Release the memory."""
         self.models.clear()
         gc.collect()
-        if self.setup.device == "cuda":
-            torch.cuda.empty_cache()
+        self.release()
 
     def _load(self, kernel: str) -> None:
         config = dict(self.setup.config) | {"num_hidden_layers": LAYERS, "use_cache": True}

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from calibrate.data import RING
+from calibrate.measure.campaign import SkippedPoint
 from calibrate.measure.forward import ComputeSetup, ForwardTimer, Point
 from kvrsim.errors import InputError
 from kvrsim.runtime.plan import RankSettings, RankSlot
@@ -249,16 +250,30 @@ class PendingRanks:
         self._pool = RankPool(2, partial(PendingRank, setup=setup), start_s=START_S + _TIMEOUT_S)
 
     def sample(self, at: Point) -> Mapping[str, float]:
-        """Device seconds of one layer of a point: alone, then during a pending receive."""
-        alone_s = self._pool.ask([0], ("layer", {"at": at}), _TIMEOUT_S)[0]
+        """Device seconds of one layer of a point: alone, then during a pending receive.
+
+        Raises SkippedPoint if the point does not fit into memory; the ranks go on.
+        """
+        alone_s = _seconds_of(self._layer(at))
         self._pool.ask([0], ("post", {}), _TIMEOUT_S)
-        pending_s = self._pool.ask([0], ("layer", {"at": at}), _TIMEOUT_S)[0]
+        answer = self._layer(at)
         self._pool.ask([0, 1], ("complete", {}), _TIMEOUT_S)
-        return {ALONE: alone_s, PENDING: pending_s}
+        return {ALONE: alone_s, PENDING: _seconds_of(answer)}
+
+    def _layer(self, at: Point) -> float | str:
+        answer: float | str = self._pool.ask([0], ("layer", {"at": at}), _TIMEOUT_S)[0]
+        return answer
 
     def close(self) -> None:
         """End the processes."""
         self._pool.close()
+
+
+def _seconds_of(answer: float | str) -> float:
+    """The seconds that a rank answers; raise SkippedPoint if it answers why it cannot measure the point."""
+    if isinstance(answer, str):
+        raise SkippedPoint(answer)
+    return answer
 
 
 class PendingRank:
@@ -273,12 +288,20 @@ class PendingRank:
         self.timer = ForwardTimer.build(setup) if self.rank == 0 else None
         self._receive: Any = None
 
-    def layer(self, *, at: Point) -> float:
-        """Device seconds of a layer, at the clock of a long prefill."""
+    def layer(self, *, at: Point) -> float | str:
+        """Device seconds of a layer, at the clock of a long prefill; why it cannot be timed if memory runs out.
+
+        A reason is an answer, not an error, which would end the ranks.
+        """
         assert self.timer is not None
-        # Allocate memory and load kernels before the receive: during it, the device cannot be synchronised.
-        self.timer.layer_s(at)
-        return self.timer.layer_s(at, heat=not self.timer.clock.host_is_device)
+        try:
+            # Allocate memory and load kernels before the receive: during it, the device cannot be synchronised.
+            self.timer.layer_s(at)
+            return self.timer.layer_s(at, heat=not self.timer.clock.host_is_device)
+        except SkippedPoint as reason:
+            if self._receive is None:
+                self.timer.release()
+            return str(reason)
 
     def post(self) -> None:
         """Post the receive."""
@@ -289,5 +312,7 @@ class PendingRank:
         if self.rank == 1:
             self.transport.isend_next(self.message).wait()
         else:
+            assert self.timer is not None
             self._receive.wait()
             self._receive = None
+            self.timer.release()  # the process that times the other points needs this GPU's memory
