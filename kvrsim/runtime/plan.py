@@ -72,6 +72,7 @@ class RankSettings:
     deadline_s: float = 600.0  # seconds for the start, and again for the work
     threads: int = 1  # number of CPU threads of each rank
     link: LinkSpec | None = None  # speed of messages; None: that of the real links
+    peer_to_peer: bool = True  # whether NCCL may use direct access between GPUs; otherwise it sends through host memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

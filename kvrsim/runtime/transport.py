@@ -29,7 +29,9 @@ Edge = tuple[int, int]  # source and destination rank
 
 # A receive that waits for its sender is a kernel that occupies one multiprocessor per block. Without a limit NCCL uses
 # up to 32 blocks, so that a quarter of an A100 or H100 is missing for the rank's layers.
+# Collectives have the same limit, so that strategies with collectives and with messages share one network.
 MAX_BLOCKS = 8
+BLOCKS_VARIABLE = "NCCL_MAX_P2P_NCHANNELS"  # a user's own limit
 _PACKAGES = ("kvrsim", "planner", "calibrate", "validate", "tests")  # packages whose data classes may be sent
 
 
@@ -148,7 +150,7 @@ class LinkGroups:
         self.device = device
         self._timeout = timedelta(seconds=timeout_s)
         if backend == "nccl":
-            os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", str(MAX_BLOCKS))
+            os.environ[BLOCKS_VARIABLE] = str(nccl_blocks())
         self._edges = {edge: self._group(edge, is_edge=True) for edge in edges}
         self._gathers = {tuple(ranks): self._group(ranks, is_edge=False) for ranks in gathers}
 
@@ -168,8 +170,9 @@ class LinkGroups:
         return dist.irecv(tensor, edge[0], group=self._edges[edge])
 
     def all_gather(self, ranks: Sequence[int], whole: Tensor, piece: Tensor) -> None:
-        """Gather equal pieces with the backend's collective."""
-        dist.all_gather_single(whole, piece, group=self._gathers[tuple(ranks)])
+        """Gather equal pieces with the backend's collective; `piece` may be this rank's part of `whole`."""
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
+        gather(whole, piece, group=self._gathers[tuple(ranks)])
 
     def all_reduce(self, ranks: Sequence[int], tensor: Tensor) -> None:
         """Sum in place with the backend's collective."""
@@ -208,12 +211,20 @@ class LinkGroups:
     def _group(self, ranks: Sequence[int], *, is_edge: bool) -> dist.ProcessGroup:
         """Make a group. An edge has few blocks, and a stream of high priority so that it does not wait for layers."""
         options = None
-        if is_edge and self.backend == "nccl":
+        if self.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            options.is_high_priority_stream = True
-            options.config.max_ctas = MAX_BLOCKS
+            options.is_high_priority_stream = is_edge
+            options.config.max_ctas = nccl_blocks()
             options._timeout = self._timeout  # NCCL uses this time-out instead of the group's
         return dist.new_group(sorted(ranks), backend=self.backend, timeout=self._timeout, pg_options=options)
+
+
+def nccl_blocks() -> int:
+    """Return the most blocks that NCCL may use for a message or a collective."""
+    text = os.environ.get(BLOCKS_VARIABLE, "")
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    return MAX_BLOCKS
 
 
 def device_id(device: torch.device) -> str | None:
@@ -285,6 +296,10 @@ class DistributedTransport(Transport):
         self.backend = choose_backend(self.exchange(device_id(self.device)), how.backend)
         self.staged = self.backend == "gloo" and self.device.type == "cuda"
         self.name: str = self.backend
+        if self.backend == "nccl":
+            self.name = f"nccl, at most {nccl_blocks()} blocks per message"
+        if not how.peer_to_peer:
+            self._send_through_host_memory()
         message_device: torch.device | str = self.device
         if self.staged:
             self.name = "gloo through host memory"
@@ -298,6 +313,14 @@ class DistributedTransport(Transport):
                 gathers=gathers,
                 timeout_s=how.timeout_s,
             )
+
+    def _send_through_host_memory(self) -> None:
+        """Switch direct access between GPUs off; NCCL reads the variable when it makes a group."""
+        if self.backend != "nccl":
+            accepted = "ranks that have a GPU each, on one host: gloo sends through host memory anyway"
+            raise InputError("host_memory", self.name, accepted)
+        os.environ["NCCL_P2P_DISABLE"] = "1"
+        self.name += ", through host memory"
 
     def connect(self, edges: Sequence[Edge]) -> None:
         with _link_errors(None, "the links between the ranks cannot be set up"):
@@ -321,11 +344,16 @@ class DistributedTransport(Transport):
         return _PendingMessage(work, landing, src, f"nothing came from rank {src}", target)
 
     def all_gather(self, whole: Tensor, boundaries: Sequence[int]) -> None:
-        """Gather with the backend's collective; pieces are padded to the longest one."""
+        """Gather with the backend's collective: in place if all pieces are equal, else padded to the longest one."""
         if self.size == 1:
             return
         rows = whole[boundaries[self.rank] : boundaries[self.rank + 1]]
-        longest = max(end - start for start, end in pairwise(boundaries))
+        lengths = {end - start for start, end in pairwise(boundaries)}
+        if len(lengths) == 1 and not self.staged:
+            with _link_errors(None, "the all-gather did not end"):
+                self._links.all_gather(self._everyone, whole[: boundaries[-1]], rows)
+            return
+        longest = max(lengths)
         device = None
         if self.staged:
             device = "cpu"

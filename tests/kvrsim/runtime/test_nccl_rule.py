@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from datetime import timedelta
 from functools import partial
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from calibrate.measure.links import LinkBench
@@ -17,7 +19,7 @@ from kvrsim.runtime import ranks
 from kvrsim.runtime.faults import RankError
 from kvrsim.runtime.plan import RankSettings
 from kvrsim.runtime.ranks import launch
-from kvrsim.runtime.transport import LinkGroups
+from kvrsim.runtime.transport import BLOCKS_VARIABLE, MAX_BLOCKS, LinkGroups
 from tests.kvrsim.runtime import nccl_rule
 from tests.kvrsim.runtime.runtime_workers import exact
 
@@ -55,8 +57,12 @@ def test_the_rule_finds_what_nccl_would_not_stand() -> None:
         launch(nccl_rule.receives_first, how=RankSettings(num_ranks=2, deadline_s=6))
 
 
-def test_an_edge_has_few_blocks_a_stream_of_its_own_and_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("variable", "blocks"), [(None, MAX_BLOCKS), ("24", 24), ("many", MAX_BLOCKS)])
+def test_messages_and_collectives_have_equal_limits(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, blocks: int
+) -> None:
     """Options of NCCL groups are tested without NCCL."""
+    monkeypatch.setenv(BLOCKS_VARIABLE, variable or "")
     made: list[tuple[list[int], str, timedelta, Any]] = []
 
     def new_group(ranks: list[int], *, backend: str, timeout: timedelta, pg_options: Any = None) -> tuple[int, ...]:
@@ -71,5 +77,18 @@ def test_an_edge_has_few_blocks_a_stream_of_its_own_and_the_time_limit(monkeypat
         ([0, 1], "nccl", timedelta(seconds=8))
     ] * 3
     *edges, gather = (one for *_, one in made)
-    assert gather is None
-    assert all(one.is_high_priority_stream and 0 < one.config.max_ctas <= 8 for one in edges)
+    assert all(one.is_high_priority_stream for one in edges)
+    assert not gather.is_high_priority_stream
+    assert {one.config.max_ctas for one in (*edges, gather)} == {blocks}
+    assert os.environ[BLOCKS_VARIABLE] == str(blocks)
+
+
+def test_an_older_torch_gathers_by_its_older_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch before 2.13 has all_gather_into_tensor only."""
+    calls: list[str] = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **settings: tuple(ranks))
+    monkeypatch.delattr(dist, "all_gather_single")
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda whole, piece, group: calls.append(str(group)))
+    links = LinkGroups(rank=0, backend="gloo", device="cpu", edges=[], gathers=[range(2)], timeout_s=8.0)
+    links.all_gather(range(2), torch.zeros(2), torch.zeros(1))
+    assert calls == ["(0, 1)"]

@@ -41,6 +41,21 @@ def test_what_another_rank_pickles_is_not_run(tmp_path: Path) -> None:
         pickle.loads(pickle.dumps(workers.Evil(str(trap / "deeper"))))
 
 
+def test_equal_pieces_are_gathered_without_copies() -> None:
+    results = launch(workers.gathered, how=RankSettings(num_ranks=2))
+    for even, even_scratch, uneven, uneven_scratch in results:
+        assert even == [1.0, 1.0, 2.0, 2.0, 9.0]
+        assert even_scratch == []
+        assert uneven == [1.0, 2.0, 2.0, 2.0, 9.0]
+        assert uneven_scratch == ["gathered", "piece"]
+
+
+def test_direct_access_between_gpus_is_not_switched_off_where_there_is_none() -> None:
+    with pytest.raises(RankError, match="host_memory: got 'gloo', accepted: ranks that have a GPU each") as error:
+        launch(workers.rank_of, how=RankSettings(num_ranks=2, peer_to_peer=False))
+    assert error.value.exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("devices", "backend"),
     [
