@@ -337,15 +337,7 @@ class Search:
         """
         partition = None if self.partition is None else _check_partition(self.partition, execution)
         if execution.strategy.partition_rule == "searched-pieces":
-            from planner.search.pipeline import search_pipeline, with_step_time
-
-            return search_pipeline(
-                with_step_time(execution, "mean"),
-                pieces=partition,
-                stride=self.options.stride,
-                on_progress=self.on_progress,
-                allowance=self.allowance,
-            )
+            return self._choose_pieces(execution, partition)
         if partition is not None:
             return partition
         match execution.strategy.partition_rule:
@@ -367,6 +359,27 @@ class Search:
             case "table":
                 return self._look_up(execution)
         return Partition.even(execution.request.new_tokens, execution.cluster.num_gpus)
+
+    def _choose_pieces(self, execution: Execution, given: Partition | None) -> SearchResult:
+        """The given pieces, or searched ones, with the best layers of the stages for these pieces.
+
+        The layers follow from the pieces alone, so the pieces of an answer give the same answer again.
+        """
+        from planner.search.pipeline import search_pipeline, with_step_time
+
+        execution = with_step_time(execution, "mean")
+        if given is not None:
+            return search_pipeline(execution, pieces=given, on_progress=self.on_progress)
+        found = search_pipeline(
+            execution, stride=self.options.stride, on_progress=self.on_progress, allowance=self.allowance
+        )
+        again = search_pipeline(execution, pieces=found.partition)
+        report = replace(
+            found.report,
+            evaluations=found.report.evaluations + again.report.evaluations,
+            seconds=found.report.seconds + again.report.seconds,
+        )
+        return replace(again, report=report)
 
     def _look_up(self, execution: Execution) -> Partition:
         if self.options.table is None:
@@ -594,7 +607,7 @@ def _chain(by_name: dict[str, Candidate], strategy: Strategy) -> Partition | Non
 
 
 def _rough(scenario: Scenario, strategy: Strategy, by_name: dict[str, Candidate]) -> Candidate:
-    """The candidate before a search: the analytical plan, or the even pieces of a pipeline of the same sizes."""
+    """The candidate before a search: the analytical plan; of a pipeline, even pieces with the best layers of stages."""
     chain = by_name.get(chain_like(strategy).name)
     if strategy.chains and chain is not None:  # this strategy may split attention calls where that is faster
         assert chain.search is not None
@@ -607,13 +620,11 @@ def _rough(scenario: Scenario, strategy: Strategy, by_name: dict[str, Candidate]
     if strategy.partition_rule == "search":
         return Search(options=SearchArgs(method="analytical")).candidate(scenario, strategy)
     even = get_strategy(replace(strategy.degrees, pieces="even").name)
-    one = by_name.get(even.name) or Search().candidate(scenario, even)
-    assert one.search is not None
-    report = replace(one.search.report, method=ROUGH, evaluations=0)
-    search = replace(one.search, execution=one.search.execution.by(strategy), report=report)
-    return Candidate(
-        scenario=scenario, execution=execution_of(scenario, strategy), partition=one.partition, search=search
-    )
+    pieces = (by_name.get(even.name) or Search().candidate(scenario, even)).partition
+    unsearched = Search(partition=pieces.chunk_lens).candidate(scenario, strategy)
+    assert unsearched.search is not None
+    report = replace(unsearched.search.report, method=ROUGH)
+    return replace(unsearched, search=replace(unsearched.search, report=report))
 
 
 def is_rough(one: Candidate) -> bool:

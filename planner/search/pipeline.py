@@ -81,6 +81,7 @@ _ROUNDS = 48  # maximum number of rounds of a descent
 _MOST_MOVES = 256
 _LEAST_MOVES = 24
 _CELLS = 2**16
+_CELLS_OF_LAYERS = 2**19  # the same if pieces are given: with all moves of layers, the given pieces decide the layers
 _MOST_GAIN = 0.04  # share of TTFT that a search is assumed to gain over its first coarse search
 _LAYERS_MOVED = np.array([1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32])  # layers that a neighbour of a result moves
 _FAR = 1.1  # largest TTFT of a neighbour of a result, relative to it, if there are many pieces
@@ -152,14 +153,17 @@ def search_pipeline(
     evaluations = run.evaluator.evaluations
     execution = execution.by(replace(execution.strategy, stage_layers=layers))
     partition = Partition(chunk_lens=lengths)
-    if pieces is None and not fits(execution.placed, memory_of(execution, partition)):
-        execution, partition, ttft_s = _that_fits(execution) or (execution, partition, ttft_s)
+    if not fits(execution.placed, memory_of(execution, partition)):
+        execution, partition, ttft_s = _that_fits(execution, pieces) or (execution, partition, ttft_s)
     report = SearchReport(method=run.method, evaluations=evaluations, seconds=time.perf_counter() - begin_s)
     return SearchResult(execution=execution, partition=partition, ttft_s=ttft_s, report=report)
 
 
-def _that_fits(execution: Execution) -> tuple[Execution, Partition, float] | None:
-    """The fastest even pieces that fit in memory, with even layers or with layers of equal bytes; None: none fit."""
+def _that_fits(execution: Execution, pieces: Partition | None) -> tuple[Execution, Partition, float] | None:
+    """The fastest of even layers and layers of equal bytes that fit in memory; None: neither fits.
+
+    pieces: the given pieces; None: the fastest even ones that fit.
+    """
     num_stages = execution.cluster.num_gpus
     num_layers = execution.placed.share.num_hidden_layers
     found = []
@@ -168,7 +172,12 @@ def _that_fits(execution: Execution) -> tuple[Execution, Partition, float] | Non
         layers_of_equal_bytes(bytes_of_layers(execution.placed), num_stages),
     }:
         changed = execution.by(replace(execution.strategy, stage_layers=layers))
-        partition, ttft_s = _best_even_pieces(Evaluator(changed))
+        evaluator = Evaluator(changed)
+        if pieces is None:
+            partition, ttft_s = _best_even_pieces(evaluator)
+        else:
+            partition = pieces
+            ttft_s = evaluator.one(pieces.chunk_lens)
         if fits(changed.placed, memory_of(changed, partition)):
             found.append((changed, partition, ttft_s))
     return min(found, key=itemgetter(2), default=None)
@@ -300,10 +309,12 @@ class _PipelineSearch:
         self.until_s = np.zeros(self.num_layers + 1)
         self.shortest = 0.0
         self.effort = _THOROUGH
+        self.cells = _CELLS
 
     def run(self, given: Row | None) -> RowTime:
         """Return the best row and its TTFT; if `given` fixes the ends of pieces, only the layers are searched."""
         if given is not None:
+            self.cells = _CELLS_OF_LAYERS
             return min((self._descend(self._row(given, one)) for one in self._layouts(given)), key=itemgetter(1))
         if self.execution.cluster.shares_bandwidth:
             return self._descend(self._on_own_links(), moves_pieces=True)
@@ -588,5 +599,5 @@ class _PipelineSearch:
 
     def _thinned(self, rows: Boundaries) -> Boundaries:
         """Some of the candidates, so that a round with many pieces and stages takes no longer than one with few."""
-        most = int(np.clip(_CELLS // (max(1, rows.shape[1]) * self.num_stages), _LEAST_MOVES, _MOST_MOVES))
+        most = int(np.clip(self.cells // (max(1, rows.shape[1]) * self.num_stages), _LEAST_MOVES, _MOST_MOVES))
         return rows if len(rows) <= most else rows[np.linspace(0, len(rows) - 1, most).astype(int)]

@@ -72,6 +72,39 @@ def test_a_plan_and_a_simulation_are_about_the_same_candidate(name: str) -> None
         assert (result.ttft_low_s, result.ttft_high_s) == (one.interval.low_s, one.interval.high_s)
 
 
+@given(rng=draws())
+@examples(20)
+def test_every_row_is_reproduced_from_its_partition(rng: Draws) -> None:
+    """Also if the search budget left a strategy unsearched."""
+    scenario = any_scenario(rng, num_gpus=(1, 6))
+    search = Search(options=SearchArgs(search_budget=rng.choice([0.0, 0.1, 1.0])))
+    for one in search_all(scenario, strategies_to_compare(scenario, None), search).by_name.values():
+        strategy = get_strategy(one.strategy.name)
+        again = Search(partition=one.partition.chunk_lens).candidate(scenario, strategy)
+        assert again.strategy == one.strategy
+        assert again.ttft_s == pytest.approx(one.ttft_s, rel=1e-9)
+        assert again.memory == one.memory
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"model": "qwen3-32b", "cluster": "2x8xh100", "ctx": "32k", "search_budget": 0.1, "batch": 2, "dtype": "fp8"},
+        {"model": "qwen3.5-35b-a3b", "cluster": "8xh200", "ctx": "1m", "engine": "sglang", "batch": 2},
+        {"model": "llama-3.1-8b", "cluster": "8xl40s", "ctx": "8k", "search_budget": 0},
+    ],
+    ids=str,
+)
+def test_a_simulation_of_a_row_has_the_time_and_stages_of_the_row(question: dict[str, object]) -> None:
+    plan = kvrsim.plan(**question)
+    scenario = {name: value for name, value in question.items() if name != "search_budget"}
+    rows = [row for row in plan.strategies if row.layers is not None]
+    assert {row.searched for row in rows} >= {True, False}
+    for row in rows:
+        again = kvrsim.simulate(**scenario, strategy=row.strategy, partition=row.partition)
+        assert (again.ttft_s, again.layers, again.memory) == (row.ttft_s, row.layers, row.memory)
+
+
 def test_a_scenario_per_rank_is_computed_once_per_strategy() -> None:
     scenario = scenario_of()
     tp, kvr = get_strategy("tp"), get_strategy("kvr-s")
