@@ -611,9 +611,9 @@ def _rough(scenario: Scenario, strategy: Strategy, by_name: dict[str, Candidate]
     chain = by_name.get(chain_like(strategy).name)
     if strategy.chains and chain is not None:  # this strategy may split attention calls where that is faster
         assert chain.search is not None
-        unsearched = replace(chain.search.report, method=ROUGH, evaluations=0)
+        of_chain = replace(chain.search.report, method=ROUGH, evaluations=0)
         alike = replace(
-            chain, execution=execution_of(scenario, strategy), search=replace(chain.search, report=unsearched)
+            chain, execution=execution_of(scenario, strategy), search=replace(chain.search, report=of_chain)
         )
         if alike.ttft_s >= chain.ttft_s:
             return alike
