@@ -10,7 +10,7 @@ import kvrsim
 from kvrsim.arguments import ScenarioArgs
 from kvrsim.builder import build_scenario
 from kvrsim.units import format_seconds
-from kvrsim.views.table import sentences
+from kvrsim.views.plan_text import sentences
 
 MIXTURE = {"model": "qwen3-30b-a3b", "cluster": "8xh100", "ctx": "4k"}
 QUESTIONS: tuple[dict[str, Any], ...] = (
