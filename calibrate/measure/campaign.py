@@ -15,11 +15,11 @@ from time import monotonic
 from typing import Any, Protocol
 
 from calibrate.data import Measurement, write_measurements
-from calibrate.measure.device import DeviceLog
 from kvrsim.arguments import OnProgress
 from kvrsim.errors import KvrsimError
 from kvrsim.interp import median_error
 from kvrsim.io.journal import Journal
+from kvrsim.runtime.gpu_state import GpuLog
 from kvrsim.runtime.host import busy_note
 
 LEAST_SAMPLES = 3  # minimum number of samples per point
@@ -78,7 +78,7 @@ class Outcome:
     rows: list[Measurement]
     samples: int  # total number of samples
     skipped: Mapping[str, str]  # points that were not measured, and why
-    device: Mapping[str, Any]  # clock, power and throttling of the GPUs; empty if unknown
+    device: Mapping[str, Any]  # clock, power and throttling of the GPUs, and other processes; empty if unknown
     notes: tuple[str, ...]  # notes for the user, such as "other processes use the machine"
 
     @property
@@ -107,7 +107,8 @@ def measure(campaign: Campaign, budget_s: float, on_progress: OnProgress | None 
     seconds of an interrupted campaign count. The journal stays until the caller removes it.
     """
     notes = busy_note()
-    with campaign.journal() as journal, contextlib.closing(campaign.build()) as bench, DeviceLog(campaign.gpus) as log:
+    log = GpuLog(campaign.gpus)  # before the bench starts processes on the GPUs
+    with campaign.journal() as journal, contextlib.closing(campaign.build()) as bench, log:
         points = within_budget(bench, budget_s)
         skipped = {str(one): f"would not fit into {budget_s:.0f} s" for one in bench.points() if one not in points}
         earlier = [one for one in journal.results if one["point"] in set(map(str, points))]
@@ -139,11 +140,9 @@ def measure(campaign: Campaign, budget_s: float, on_progress: OnProgress | None 
                     visit(point)
             if monotonic() - began_s >= budget_s:
                 break
-        device = log.summary()
         rows = bench.rows(samples)
-    heat = [reason for reason in device.get("throttled", {}) if reason != "sw_power_cap"]
-    if heat:
-        notes = (*notes, f"the GPU's clock was limited ({', '.join(heat)}): times may be too long")
+    notes = (*notes, *log.notes())
+    device = dict(log.state)
     state = {"device_state": device} if device else {}
     write_measurements(campaign.output, rows, origin={**campaign.about, **campaign.origin(rows), **state})
     count = sum(map(len, samples.values()))

@@ -1,4 +1,4 @@
-"""The measured machine: its GPU, link, versions, and its clock and power while something is timed."""
+"""The measured machine: its GPU, its software, and the origin of a measurement."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import platform
 import re
 import shutil
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from datetime import date
-from statistics import median
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -21,77 +19,6 @@ from kvrsim.hardware import GpuSpec
 from kvrsim.runtime.geometry import DTYPES
 from kvrsim.runtime.host import cpu_name
 from kvrsim.runtime.host import versions as libraries
-
-# nvidia-smi's names of the bits of nvmlClocksThrottleReasons in nvml.h. A large GPU runs whole prefills at its power
-# cap; the other reasons mean a fault of the machine.
-_REASONS = {
-    0x04: "sw_power_cap",
-    0x08: "hw_slowdown",
-    0x20: "sw_thermal_slowdown",
-    0x40: "hw_thermal_slowdown",
-    0x80: "hw_power_brake",
-}
-_EVERY_MS = 200  # milliseconds between readings
-
-
-class DeviceLog:
-    """Log of clock, power and throttle reasons of GPUs, written by nvidia-smi while the context is open.
-
-    GPUs are named by UUID, because nvidia-smi counts all GPUs of the machine, and CUDA only those in
-    CUDA_VISIBLE_DEVICES.
-    """
-
-    def __init__(self, gpus: Sequence[int]) -> None:
-        """gpus: CUDA's numbers; without GPUs nothing is logged."""
-        self._gpus = gpus
-        self._lines = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by __exit__
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def __enter__(self) -> Self:
-        uuids = [f"GPU-{str(torch.cuda.get_device_properties(gpu).uuid).removeprefix('GPU-')}" for gpu in self._gpus]
-        query = "--query-gpu=clocks.sm,power.draw,enforced.power.limit,clocks_throttle_reasons.active"
-        if uuids and shutil.which("nvidia-smi"):
-            command = ["nvidia-smi", query, "--format=csv,noheader,nounits", f"--id={','.join(uuids)}"]
-            self._process = subprocess.Popen(
-                [*command, f"--loop-ms={_EVERY_MS}"], stdout=self._lines, stderr=subprocess.DEVNULL
-            )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._lines.close()
-
-    def summary(self) -> dict[str, Any]:
-        """Return smallest, median and largest clock (Hz) and power (W), and the share of each throttle reason."""
-        self._lines.seek(0)
-        return summary(self._lines.read().splitlines())
-
-
-def summary(lines: Iterable[str]) -> dict[str, Any]:
-    """Summarise nvidia-smi's lines of MHz, W, W and a hexadecimal number; incomplete lines do not count."""
-    readings = [tuple(match.groups()) for line in lines if (match := _READING.fullmatch(line))]
-    if not readings:
-        return {}
-    clocks_hz, powers_w, limits_w = (
-        [float(one[column]) * unit for one in readings] for column, unit in enumerate((1e6, 1.0, 1.0))
-    )
-    active = [[name for bit, name in _REASONS.items() if int(one[3], 16) & bit] for one in readings]
-    shares = {name: sum(name in one for one in active) / len(active) for name in _REASONS.values()}
-    return {
-        "readings": len(readings),
-        "sm_clock_hz": [min(clocks_hz), median(clocks_hz), max(clocks_hz)],
-        "power_w": [min(powers_w), median(powers_w), max(powers_w)],
-        "power_limit_w": min(limits_w),
-        "throttled": {name: round(share, 3) for name, share in shares.items() if share},
-    }
-
-
-_READING = re.compile(r"([\d.]+), ([\d.]+), ([\d.]+), 0x([0-9a-fA-F]+)")
-
-
-# -- the machine and its software
 
 _REPEATS = 5
 _COPY_BYTES = 2**27  # bytes of the copy: more than any cache

@@ -14,6 +14,7 @@ from kvrsim.executors.run import run_program
 from kvrsim.program import Compute, Op, Program
 from kvrsim.results.question import Question
 from kvrsim.results.results import StrategyPrediction
+from kvrsim.runtime.gpu_state import GpuLog
 from kvrsim.runtime.host import busy_note, started_by_torchrun
 from kvrsim.runtime.plan import RUN_STRATEGIES, Job, Parts, Report, Timing
 from kvrsim.runtime.ranks import launch
@@ -227,12 +228,18 @@ def measured_here(
         repeats=hardware.repeats,
         warmups=hardware.warmups,
     )
-    report = _report(job, scenario, hardware, mode, hardware.longest_s(list(fitting.values())), reporter)
+    log = GpuLog(hardware.gpus_of(scenario.cluster.num_gpus))
+    with log:
+        report = _report(job, scenario, hardware, mode, hardware.longest_s(list(fitting.values())), reporter)
+    for note in log.notes():
+        reporter.note(note)
+        notes.append(note)
     timing_of = dict(zip(job.plans, report.timings, strict=True))
     timings = {name: timing_of[plan] for name, plan in plans.items()}
     if mode == "virtual":
         timings = {name: compose(fitting[name], timing) for name, timing in timings.items()}
-    return timings, {**report.conditions, **_conditions(scenario, hardware, mode)}, tuple(notes)
+    conditions = {**report.conditions, **log.conditions(), **_conditions(scenario, hardware, mode)}
+    return timings, conditions, tuple(notes)
 
 
 def _announcement(candidates: Mapping[str, Candidate], hardware: Hardware) -> str:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from kvrsim.choices import RankBackend
 from kvrsim.errors import ABSENT, InputError
+from kvrsim.io.files import is_first_rank
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import Gather
 from kvrsim.memory import memory_of
@@ -146,6 +147,12 @@ class Hardware:
     def devices(self) -> int:
         """Number of ranks that this machine can compute at the same time."""
         return host.devices(self.device, self.threads)
+
+    def gpus_of(self, num_ranks: int) -> range:
+        """Return CUDA's numbers of the GPUs of these ranks on this host, for the process that reports on them."""
+        if self.device != "cuda" or not is_first_rank():
+            return range(0)
+        return range(min(num_ranks, self.devices))
 
     def run_plan(self, candidate: Candidate) -> RunPlan:
         """Return the candidate's plan for the ranks; their attention covers the same tokens as in the simulation.

@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 from calibrate.data import Measurement, Provenance, read_measurements, read_origin
 from calibrate.measure import campaign as module
 from calibrate.measure.campaign import Campaign, Outcome, Seconds, SkippedPoint, measure, within_budget
+from kvrsim.runtime import gpu_state
 
 
 @dataclass
@@ -107,13 +108,12 @@ def test_a_point_that_cannot_be_measured_is_skipped_with_its_reason(tmp_path: Pa
 
 def test_a_busy_machine_and_a_hot_gpu_are_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "busy_note", lambda: ("busy",))
-    for reason, count in (("sw_power_cap", 1), ("sw_thermal_slowdown", 2)):
-        state = {"sm_clock_hz": [1.4e9] * 3, "throttled": {reason: 1.0}}
-        monkeypatch.setattr(module.DeviceLog, "summary", lambda self, state=state: state)
-        outcome = run(FakeBench(), tmp_path)
-        assert outcome.notes[0] == "busy"
-        assert len(outcome.notes) == count
-        origin = read_origin(tmp_path / "x.csv")
-        assert origin is not None
-        assert origin["device_state"] == outcome.device == state
-        assert "1400000000" in Provenance.of([origin]).provenance()["measured: device_state"]
+    state = {"sm_clock_hz": [1.4e9] * 3, "unreadable": ["power"], "throttled": {"sw_thermal_slowdown": 1.0}}
+    monkeypatch.setattr(gpu_state, "summary", lambda lines, fields: state)
+    monkeypatch.setattr(module.GpuLog, "notes", lambda self: ("hot",))
+    outcome = run(FakeBench(), tmp_path)
+    assert outcome.notes == ("busy", "hot")
+    origin = read_origin(tmp_path / "x.csv")
+    assert origin is not None
+    assert origin["device_state"] == outcome.device == state
+    assert "1400000000" in Provenance.of([origin]).provenance()["measured: device_state"]
