@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from kvrsim.views import View
 
 _IMPORT = re.compile(r"^from (?P<home>\S+) import (?P<name>\w+) as (?P<alias>\w+)$", re.MULTILINE)
-_HOMES = {one["alias"]: one for one in _IMPORT.finditer(Path(__file__).with_suffix(".pyi").read_text("utf-8"))}
+_FUNCTION = re.compile(r"^def (?P<alias>(?P<name>\w+))\(  # (?P<home>\S+)$", re.MULTILINE)
+_NAMES = Path(__file__).with_suffix(".pyi").read_text("utf-8")
+_HOMES = {match["alias"]: match for pattern in (_IMPORT, _FUNCTION) for match in pattern.finditer(_NAMES)}
 __all__ = sorted(_HOMES)
 
 

@@ -59,9 +59,15 @@ from kvrsim.units import (
 if TYPE_CHECKING:
     import pandas
 
+    import kvrsim
     from kvrsim.engine import Engine
     from kvrsim.hardware import Cluster
+    from kvrsim.kernels.prefix import PrefixPlacement
+    from kvrsim.kernels.profile import CalibrationProfile
+    from kvrsim.model.spec import ModelSpec
     from kvrsim.noise import Noise
+    from kvrsim.progress import OnProgress
+    from kvrsim.strategies import Strategy
 
 STRATEGY = "kvrsim.strategies.base:Strategy"
 MOST_VALUES = 2**16  # in one list
@@ -69,7 +75,6 @@ MOST_SEED = 2**32 - 1
 REQUIRED: Any = inspect.Parameter.empty  # default of a required argument
 _Result = TypeVar("_Result")
 Check = Callable[[Any, str], Any]  # value, parameter -> the value to use
-OnProgress = Callable[[float, float | None, str], object]  # work done, the total (None: unknown), and a text
 
 
 # Checks
@@ -327,6 +332,7 @@ class Read(NamedTuple):
     """In an annotation: the function that reads the value."""
 
     function: Check
+    accepts: str = ""  # in Python: the type of what a caller gives, as kvrsim/__init__.pyi says it
 
 
 class Help(NamedTuple):
@@ -487,6 +493,7 @@ def takes(
             return made(*values, **keywords)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
+        vars(call)["kinds"] = kinds
         call.__annotations__ = {one.name: one.annotation for one in signature.parameters.values()}
         call.__annotations__["return"] = returns
         head, title, rest = (call.__doc__ or "").partition("Parameters\n    ----------\n")
@@ -513,33 +520,49 @@ def _describe(name: str, declaration: Option) -> str:
 
 # Types of arguments
 
-Tokens = Annotated[int, Read(tokens)]
-TokensOrZero = Annotated[int, Read(tokens_or_none)]
-Context = Annotated[int, Read(context)]
-CachedPrefix = Annotated[int, Read(prefix)]
-Lengths = Annotated[tuple[int, ...], Read(lengths)]
-ChunkLens = Annotated[list[int], Read(chunk_lens)]
+_NUMBER = "float | str"
+_LENGTH = "int | str"
+Tokens = Annotated[int, Read(tokens, _LENGTH)]
+TokensOrZero = Annotated[int, Read(tokens_or_none, _LENGTH)]
+Context = Annotated[int, Read(context, _LENGTH)]
+CachedPrefix = Annotated[int, Read(prefix, _LENGTH)]
+Lengths = Annotated[tuple[int, ...], Read(lengths, "int | str | Iterable[int | str]")]
+ChunkLens = Annotated[list[int], Read(chunk_lens, "str | Iterable[int | str]")]
 Count = Annotated[int, Range(least=1, most=2**20)]
-Counts = Annotated[tuple[int, ...], Read(counts)]
+Counts = Annotated[tuple[int, ...], Read(counts, "int | str | Iterable[int | str]")]
 NumJobs = Annotated[int, Range(least=1, most=4096)]
-Seconds = Annotated[float, Read(quantity(parse_seconds))]
-SecondsOrZero = Annotated[float, Read(quantity(parse_seconds, allow_zero=True))]
-Bandwidth = Annotated[float, Read(quantity(parse_bandwidth))]
-Bandwidths = Annotated[list[float], Read(bandwidths)]
-Share = Annotated[float, Read(quantity(parse_share))]
-Price = Annotated[float | str | Mapping[int, float], Read(price)]
-# The classes of Any are in packages that import this module; `named` checks them.
-ModelSource = Annotated[Any, Read(named("kvrsim.model.spec:ModelSpec"))]
-ClusterSource = Annotated["str | Cluster", Read(named("kvrsim.hardware:Cluster"))]
-ProfileSource = Annotated[Any, Read(named("kvrsim.kernels.profile:CalibrationProfile"))]
-EngineSource = Annotated["str | Engine", Read(named("kvrsim.engine:Engine"))]
-PlacementSource = Annotated[Any, Read(named("kvrsim.kernels.prefix:PrefixPlacement", what="a text"))]
-NoiseSource = Annotated["str | Noise", Read(named("kvrsim.noise:Noise"))]
-TableSource = Annotated[Any, Read(named("planner.table.table:PartitionTable"))]
-RequestsSource = Annotated["str | pandas.DataFrame", Read(named("pandas:DataFrame", "pandas.core.frame:DataFrame"))]
-StrategySource = Annotated[Any, Read(named(STRATEGY))]
-StrategyList = Annotated[list[Any], Read(strategy_list)]
-ProgressFunction = Annotated[OnProgress, Read(function)]
+Seconds = Annotated[float, Read(quantity(parse_seconds), _NUMBER)]
+SecondsOrZero = Annotated[float, Read(quantity(parse_seconds, allow_zero=True), _NUMBER)]
+Bandwidth = Annotated[float, Read(quantity(parse_bandwidth), _NUMBER)]
+Bandwidths = Annotated[list[float], Read(bandwidths, "str | Iterable[float | str]")]
+Share = Annotated[float, Read(quantity(parse_share), _NUMBER)]
+Price = Annotated[float | str | Mapping[int, float], Read(price, "float | str | Mapping[int, float | str]")]
+# Classes are named by text, so that no class is imported at a start.
+ModelSource = Annotated[
+    "str | ModelSpec", Read(named("kvrsim.model.spec:ModelSpec"), "str | PathLike[str] | ModelSpec")
+]
+ClusterSource = Annotated["str | Cluster", Read(named("kvrsim.hardware:Cluster"), "str | PathLike[str] | Cluster")]
+ProfileSource = Annotated[
+    "str | CalibrationProfile",
+    Read(named("kvrsim.kernels.profile:CalibrationProfile"), "str | PathLike[str] | CalibrationProfile"),
+]
+EngineSource = Annotated["str | Engine", Read(named("kvrsim.engine:Engine"), "str | PathLike[str] | Engine")]
+PlacementSource = Annotated[
+    "str | PrefixPlacement",
+    Read(named("kvrsim.kernels.prefix:PrefixPlacement", what="a text"), "str | PrefixPlacement"),
+]
+NoiseSource = Annotated["str | Noise", Read(named("kvrsim.noise:Noise"), "str | PathLike[str] | Noise")]
+TableSource = Annotated[
+    "str | kvrsim.PartitionTable",
+    Read(named("planner.table.table:PartitionTable"), "str | PathLike[str] | PartitionTable"),
+]
+RequestsSource = Annotated[
+    "str | pandas.DataFrame",
+    Read(named("pandas:DataFrame", "pandas.core.frame:DataFrame"), "str | PathLike[str] | pandas.DataFrame"),
+]
+StrategySource = Annotated["str | Strategy", Read(named(STRATEGY), "str | Strategy")]
+StrategyList = Annotated[list["str | Strategy"], Read(strategy_list, "str | Strategy | Iterable[str | Strategy]")]
+ProgressFunction = Annotated["OnProgress", Read(function, "OnProgress")]
 
 Seed = Annotated[
     int,
@@ -748,7 +771,7 @@ class PrefillArgs(ScenarioArgs):
     model: Annotated[
         str | None,
         Help("A built-in model, a Hugging Face config.json, or its folder.", metavar="NAME|PATH", section="Question"),
-    ] = None
+    ] = None  # type: ignore[assignment]
     profile: Annotated[
         ProfileSource,
         Help("The calibration profile whose kernels the engine runs.", metavar="NAME|PATH", section="Machine"),

@@ -8,29 +8,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import kvrsim
-from kvrsim.arguments import OnProgress, PrefillArgs, ProgressFunction, Read, named, takes
+from kvrsim.arguments import PrefillArgs, ProgressFunction, Read, named, takes
 from kvrsim.errors import InputError
+from kvrsim.progress import OnProgress
 
 if TYPE_CHECKING:
     from calibrate.prefills.fit import PrefillCases
     from kvrsim.kernels.profile import CalibrationProfile
 
+_FILE = "str | PathLike[str] | pandas.DataFrame"
 _FRAME = ("pandas:DataFrame", "pandas.core.frame:DataFrame")
 # Parameters of the rows; other parameters are those of a scenario, and hold for all rows.
 _OF_ROWS = ("ctx", "gpus", "model", "profile", "batch", "cached_prefix", "dtype", "strategy", "columns")
 
 
-def _files(value: object, parameter: str) -> list[Any]:
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    return [named(*_FRAME)(one, parameter) for one in values]
+def _files(value: object, parameter: str) -> list[object]:
+    check = named(*_FRAME)
+    if isinstance(value, list | tuple):
+        return [check(file, parameter) for file in value]
+    return [check(value, parameter)]
 
 
-@takes(prefills=Annotated[list[Any], Read(_files)], name=str, on_progress=ProgressFunction | None)
+@takes(
+    prefills=Annotated[Sequence[object], Read(_files, f"{_FILE} | Sequence[{_FILE}]")],
+    name=str,
+    on_progress=ProgressFunction | None,
+)
 def calibrate(
-    args: PrefillArgs, *, prefills: Any, name: str = "mine", on_progress: OnProgress | None = None
+    args: PrefillArgs, *, prefills: Sequence[object], name: str = "mine", on_progress: OnProgress | None = None
 ) -> kvrsim.PrefillFit:
     """Fit a serving engine to whole prefills measured on it.
 
@@ -73,7 +81,7 @@ def profile_of(args: PrefillArgs) -> CalibrationProfile:
     return load_profile(args.profile) if isinstance(args.profile, str) else args.profile
 
 
-def cases_of(args: PrefillArgs, prefills: Sequence[Any], on_progress: OnProgress | None) -> PrefillCases:
+def cases_of(args: PrefillArgs, prefills: Sequence[object], on_progress: OnProgress | None) -> PrefillCases:
     """Make cases from the measured prefills, ready to be predicted, with notes on them."""
     from calibrate.prefills.fit import make_cases
     from calibrate.prefills.limits import check_times
@@ -94,7 +102,7 @@ def cases_of(args: PrefillArgs, prefills: Sequence[Any], on_progress: OnProgress
 
 
 def fit(
-    args: PrefillArgs, cases: PrefillCases, prefills: Sequence[Any], name: str, on_progress: OnProgress | None
+    args: PrefillArgs, cases: PrefillCases, prefills: Sequence[object], name: str, on_progress: OnProgress | None
 ) -> kvrsim.PrefillFit:
     """Fit the engine to the cases."""
     from calibrate.prefills.fit import fit_prefills

@@ -21,13 +21,11 @@ from kvrsim.arguments import (
     MeasuredArgs,
     NoiseArgs,
     NumJobs,
-    OnProgress,
     PlanArgs,
     PredictorArgs,
     ProgressFunction,
     ScenarioArgs,
     ScenariosArgs,
-    SearchArgs,
     SimulateArgs,
     StrategyList,
     StrategySource,
@@ -37,6 +35,7 @@ from kvrsim.arguments import (
 )
 from kvrsim.builder import build_scenario, build_scenarios
 from kvrsim.errors import InputError
+from kvrsim.progress import OnProgress
 
 if TYPE_CHECKING:
     from planner.candidates import Search
@@ -103,18 +102,20 @@ def plan_of(
 ) -> tuple[kvrsim.Scenario, kvrsim.Plan]:
     """Return the scenario and the result of `plan`; timelines are recorded for `timelines`; `pool` simulates noise.
 
-    search: callbacks for progress, and the engine of the plan's launch; `options` replaces its options.
+    search: callbacks for progress, and the engine of the plan's launch; `compared` replaces its options.
     """
     from planner.candidates import Search
     from planner.plan import make_plan
 
     disturbance = disturbance_of(noise)
-    options = type(compared)(**vars(compared) | {"table": table_of(compared.table)})
+    search = replace(
+        search or Search(), options=compared, table=table_of(compared.table), cluster_gpus=_gpus_of_cluster(args)
+    )
     scenario, warnings = build_scenario(args)
     result = make_plan(
         scenario,
         strategies=compared.strategies,
-        search=replace(search or Search(), options=options, cluster_gpus=_gpus_of_cluster(args)),
+        search=search,
         disturbance=None if disturbance is None else replace(disturbance, pool=pool),
         timelines=timelines,
         warnings=warnings,
@@ -180,12 +181,12 @@ def simulation_of(
     from planner.simulate import run_simulation
 
     disturbance = disturbance_of(noise)
-    options = SearchArgs(table=table_of(run.table))
+    search = Search(partition=run.partition, table=table_of(run.table), on_progress=on_progress)
     scenario, warnings = build_scenario(args)
     result = run_simulation(
         scenario,
         strategy=run.strategy,
-        search=Search(partition=run.partition, options=options, on_progress=on_progress),
+        search=search,
         executor=run.executor,
         record=[*["timeline"] * timeline, *["breakdown"] * run.breakdown],
         disturbance=disturbance,
@@ -464,7 +465,9 @@ def confirm(
 
 def table_of(source: str | PathLike[str] | kvrsim.PartitionTable | None) -> kvrsim.PartitionTable | None:
     """A partition table; if a file is named, the table is read from it."""
-    table = None if source is None else named("planner.table.table:PartitionTable")(source, "table")
+    if source is None:
+        return None
+    table: str | kvrsim.PartitionTable = named("planner.table.table:PartitionTable")(source, "table")
     if not isinstance(table, str):
         return table
     from planner.table.table import load_table  # imported only if a file is named

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
-from kvrsim.arguments import OnProgress, SearchArgs
+from kvrsim.arguments import SearchArgs
 from kvrsim.choices import PrefixAccess
 from kvrsim.compile import build_program, columns
 from kvrsim.errors import ABSENT, InputError
@@ -24,6 +24,7 @@ from kvrsim.model.mixers import Recurrence
 from kvrsim.notes import note
 from kvrsim.once import once
 from kvrsim.program import Program, computes_s, waited_s
+from kvrsim.progress import OnProgress
 from kvrsim.results.results import NotTried
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import (
@@ -314,7 +315,8 @@ class Search:
     """Options, limits and callbacks for the choice of a strategy's partition."""
 
     partition: Sequence[int] | None = None  # tokens of each chunk or piece; None: the strategy's own
-    options: SearchArgs = field(default_factory=SearchArgs)  # search options; their table is already read from its file
+    options: SearchArgs = field(default_factory=SearchArgs)  # search options; `table` takes the place of theirs
+    table: PartitionLookup | None = None  # table of partitions, read from its file
     on_progress: OnProgress | None = None
     on_candidate: Callable[[Candidate], object] | None = None  # called with each new best of a strategy
     allowance: Allowance | None = None  # limit of the work of one search; None: no limit
@@ -382,11 +384,10 @@ class Search:
         return replace(again, report=report)
 
     def _look_up(self, execution: Execution) -> Partition:
-        if self.options.table is None:
+        if self.table is None:
             accepted = f"a file of kvrsim table build, where {execution.strategy.name} looks its chunks up"
             raise InputError("table", ABSENT, accepted)
-        partition: Partition = self.options.table.partition_for(execution)
-        return partition
+        return self.table.partition_for(execution)
 
 
 def choose_partition(execution: Execution, partition: Sequence[int] | None = None) -> tuple[Execution, Partition]:

@@ -402,7 +402,7 @@ class Ranking:
 
     def _table_notes(self, search: Search) -> list[str]:
         lookups = [one.execution for one in self.candidates if one.strategy.partition_rule == "table"]
-        table = search.options.table
+        table = search.table
         if table is None:
             return []
         return [text for execution in lookups for text in table.notes_for(execution)]

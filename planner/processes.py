@@ -16,9 +16,9 @@ from functools import cache
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from kvrsim.arguments import OnProgress
 from kvrsim.choices import POOL_BACKENDS
 from kvrsim.errors import InputError
+from kvrsim.progress import OnProgress
 from kvrsim.version import __version__
 
 _TIMEOUT_S = 20.0  # seconds to wait for a Dask scheduler's answer

@@ -81,8 +81,8 @@ def run_simulation(
         shares = candidate.shares if draw is None else {}
         spans = replace(spans, bases=bases, shares=shares) if "timeline" in record else None
     table_notes: tuple[str, ...] = ()
-    if search.partition is None and candidate.strategy.partition_rule == "table" and search.options.table is not None:
-        table_notes = search.options.table.notes_for(execution)
+    if search.partition is None and candidate.strategy.partition_rule == "table" and search.table is not None:
+        table_notes = search.table.notes_for(execution)
     return SimResult(
         question=Question.of(scenario, seed=seed, **_options(strategy, search, disturbance)),
         strategy=candidate.strategy.name,

@@ -91,20 +91,30 @@ class Predictions:
     @cached_property
     def plans(self) -> list[Plan]:
         """Plans with the paper's strategies and the bounds, one per number of GPUs."""
-        case = dict(ctx=self.scope.scaling_context_len, model=self.scope.model, profile=PROFILE)
-        strategies = ["single", *STRATEGIES]
-        return [kvrsim.plan(gpus=count, strategies=strategies, **case) for count in self.scope.scaling_gpu_counts]
+        scope = self.scope
+        plans = []
+        for count in scope.scaling_gpu_counts:
+            plan = kvrsim.plan(
+                gpus=count,
+                strategies=["single", *STRATEGIES],
+                ctx=scope.scaling_context_len,
+                model=scope.model,
+                profile=PROFILE,
+            )
+            plans.append(plan)
+        return plans
 
     @cached_property
     def table(self) -> PartitionTable:
         """The lookup table of KVR-P."""
-        case = dict(model=self.scope.model, profile=PROFILE)
-        return kvrsim.build_table(gpus=self.scope.table_gpu_counts, ctx=self.scope.entries, **case)
+        scope = self.scope
+        return kvrsim.build_table(gpus=scope.table_gpu_counts, ctx=scope.entries, model=scope.model, profile=PROFILE)
 
     def look_up(self, context_len: int, num_gpus: int) -> SimResult:
         """Simulate KVR-P."""
-        case = dict(ctx=context_len, gpus=num_gpus, model=self.scope.model, profile=PROFILE)
-        return kvrsim.simulate(strategy="kvr-p", table=self.table, **case)
+        return kvrsim.simulate(
+            strategy="kvr-p", table=self.table, ctx=context_len, gpus=num_gpus, model=self.scope.model, profile=PROFILE
+        )
 
     def noisy(self, context_len: int, num_gpus: int, strategy: str) -> Distribution:
         """Return noisy TTFTs of a strategy on the paper's network, with the partition for the network without noise."""

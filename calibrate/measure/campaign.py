@@ -15,10 +15,10 @@ from time import monotonic
 from typing import Any, Protocol
 
 from calibrate.data import Measurement, write_measurements
-from kvrsim.arguments import OnProgress
 from kvrsim.errors import KvrsimError
 from kvrsim.interp import median_error
 from kvrsim.io.journal import Journal
+from kvrsim.progress import OnProgress
 from kvrsim.runtime.gpu_state import GpuLog
 from kvrsim.runtime.host import busy_note
 

@@ -14,7 +14,6 @@ import numpy as np
 from calibrate.data import name_parts
 from calibrate.prefills.rows import PrefillRow
 from calibrate.prefills.solve import Array, Prior, Solution, solve
-from kvrsim.arguments import OnProgress
 from kvrsim.builder import make_scenario
 from kvrsim.engine import DEVIATES_OF_80_PERCENT, PRIOR_ENGINE, TERMS, WIDTHS, Engine, EngineFit, HostRates, load_engine
 from kvrsim.errors import InputError
@@ -25,6 +24,7 @@ from kvrsim.io.schema import fields_to_json, to_frame, to_json
 from kvrsim.kernels.profile import CalibrationProfile, ValidRange
 from kvrsim.layout import LAYOUT_KINDS
 from kvrsim.placement import PlacedScenario
+from kvrsim.progress import OnProgress
 from kvrsim.scenario import Partition
 from kvrsim.strategies import get_strategy
 from kvrsim.version import __version__

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrsim.arguments import OnProgress
+from kvrsim.progress import OnProgress
 
 Array = NDArray[np.float64]
 Predict = Callable[[Array], Array]  # maps values of the terms, shape (terms,), to seconds of all rows, shape (rows,)

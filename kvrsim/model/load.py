@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
 from kvrsim.io.files import use_no_compiler_cache, write_atomically
 from kvrsim.io.schema import JsonObject, parse_json
@@ -23,6 +22,7 @@ from kvrsim.model.mixers import Attention
 from kvrsim.model.quantization import quantized_by_name, read_quantization, suffix_of
 from kvrsim.model.spec import ModelSpec
 from kvrsim.model.template import MAX_LAYERS, MAX_WIDTH, freeze, keys_at_fault, model_type_data, thaw
+from kvrsim.progress import OnProgress
 
 FURTHER_TOKENS = "the layers that predict further tokens are left out: a prefill does not run them"
 _TUNED = re.compile(r"(-(instruct|chat|base|hf|it|v0\.1))+$")  # suffixes of checkpoints that share a shape

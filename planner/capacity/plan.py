@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvrsim.arguments import OnProgress
 from kvrsim.builder import notes_on
 from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.engine import SHORT_TOKENS
 from kvrsim.errors import InputError
 from kvrsim.notes import without
+from kvrsim.progress import OnProgress
 from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, get_strategy, label_of

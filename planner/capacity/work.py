@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from kvrsim.arguments import OnProgress
+from kvrsim.progress import OnProgress
 from planner.processes import Pool
 
 MANY = 250_000  # number of requests of all workloads together above which fewer designs are tried

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
 from kvrsim.io.schema import fields_to_json, to_frame, to_json
 from kvrsim.notes import note
+from kvrsim.progress import OnProgress
 from kvrsim.results.question import Question
 from kvrsim.results.results import Answer, Prediction
 from kvrsim.scenario import Scenario

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
 from kvrsim.program import Array
+from kvrsim.progress import OnProgress
 from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.arguments import OnProgress
 from kvrsim.execution import Execution
 from kvrsim.executors.run import Runner
 from kvrsim.program import Array
+from kvrsim.progress import OnProgress
 from kvrsim.units import format_seconds
 
 

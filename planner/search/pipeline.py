@@ -19,12 +19,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvrsim.arguments import OnProgress
 from kvrsim.engine import DEVIATES_OF_80_PERCENT
 from kvrsim.errors import InputError
 from kvrsim.execution import Execution
 from kvrsim.memory import bytes_of_layers, fits, memory_of
 from kvrsim.program import Array
+from kvrsim.progress import OnProgress
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Partition
 from kvrsim.strategies.pipeline import context_ranks, even_layers

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvrsim.arguments import OnProgress
 from kvrsim.choices import METHODS
 from kvrsim.compile import build_program
 from kvrsim.errors import InputError
 from kvrsim.execution import Execution
 from kvrsim.program import Array, Compute
+from kvrsim.progress import OnProgress
 from kvrsim.results.results import SearchReport
 from kvrsim.scenario import Partition
 from kvrsim.strategies import Strategy, chain_like

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 
-from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
 from kvrsim.execution import Execution
 from kvrsim.io.journal import Journal
@@ -25,6 +24,7 @@ from kvrsim.io.schema import JsonObject, NonNegative, Whole, read, to_json
 from kvrsim.memory import fits, memory_of
 from kvrsim.once import once
 from kvrsim.program import Array
+from kvrsim.progress import OnProgress
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, chain_like, searched_strategy
 from kvrsim.units import check_places

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvrsim.arguments import OnProgress
 from kvrsim.errors import InputError
 from kvrsim.execution import Execution
 from kvrsim.executors.run import ttft_s as noisy_s
 from kvrsim.noise import Distribution, Noise, NoiseDraw, SideTraffic, parse_noise
 from kvrsim.placement import PlacedScenario
 from kvrsim.program import Array
+from kvrsim.progress import OnProgress
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy
 

@@ -9,14 +9,15 @@ import sys
 import tomllib
 from inspect import signature
 from pathlib import Path
-from typing import get_type_hints
+from typing import Literal, get_type_hints
 
 import numpy as np
 import pytest
 
 import kvrsim
-from kvrsim.arguments import ScenarioArgs, options_of
+from kvrsim.arguments import ModelSource, ScenarioArgs, Seconds, options_of
 from tests.building.snapshot import assert_recorded
+from tests.building.stubs import PATH, accepted_type, stub_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,6 +29,16 @@ def test_names_are_recorded() -> None:
         assert name in dir(kvrsim)
     with pytest.raises(AttributeError, match="nonsense"):
         kvrsim.nonsense  # noqa: B018
+
+
+def test_the_stub_of_each_function_has_the_types_that_are_declared() -> None:
+    assert stub_file() == PATH.read_text("utf-8"), "python -m tests.building.stubs writes it"
+
+
+def test_types_say_what_is_given_not_what_it_becomes() -> None:
+    assert accepted_type(Seconds | None) == "float | str | None"
+    assert accepted_type(Literal["a", "b"]) == "Literal['a', 'b']"
+    assert accepted_type(ModelSource) == "str | PathLike[str] | ModelSpec"
 
 
 def test_functions_take_what_is_declared() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvrsim.arguments import PlanArgs, ScenarioArgs, options_of
 
@@ -39,6 +40,10 @@ def with_change(options: Options, change: Sequence[str]) -> dict[str, str]:
     return changed
 
 
-def arguments_of(options: Options) -> dict[str, object]:
+def arguments_of(options: Options) -> dict[str, Any]:
     """The arguments of the Python function for these options."""
-    return {name: True if value == "True" else value for name, value in options.items()}
+    arguments: dict[str, Any] = dict(options)
+    for name, value in options.items():
+        if value == "True":
+            arguments[name] = True
+    return arguments

@@ -72,10 +72,17 @@ class FleetCase:
         return {}
 
     def _simulate_s(self, strategy: str, size: int, tokens: int) -> float:
-        names = ("model", "cluster", "engine", "dtype")
-        about = {name: self.options[name] for name in names if name in self.options}
+        options = self.options
         with suppress(InputError):
-            result = kvrsim.simulate(strategy=strategy, gpus=size, ctx=tokens, **about)
+            result = kvrsim.simulate(
+                strategy=strategy,
+                gpus=size,
+                ctx=tokens,
+                model=options["model"],
+                cluster=options["cluster"],
+                engine=options.get("engine"),
+                dtype=options.get("dtype"),
+            )
             if result.fits:
                 return result.ttft_s
         return math.inf

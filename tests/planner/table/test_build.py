@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import kvrsim
-from kvrsim.arguments import SearchArgs
 from kvrsim.builder import make_scenario
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES
@@ -102,7 +101,7 @@ def test_a_table_of_another_setting_is_said(
     notes = table.notes_for(executed(scenario, STRATEGIES["kvr-p"]))
     assert len(notes) == 1
     assert named in notes[0]
-    plan = make_plan(scenario, strategies=("kvr-p",), search=Search(options=SearchArgs(table=table)))
+    plan = make_plan(scenario, strategies=("kvr-p",), search=Search(table=table))
     assert notes[0] in plan.warnings
     assert sum(plan.best.partition) == scenario.request.new_tokens
 
