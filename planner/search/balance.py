@@ -293,14 +293,24 @@ def _smooth(chain: ChainWork) -> Array:
     """Balanced chunks if every token took the time of a token in the middle of an even chunk."""
     request = chain.execution.placed.request
     share = request.new_tokens / chain.num_ranks
-    ends = np.linspace(0.0, 1.0, _POINTS) * request.new_tokens
-    starts = request.cached_prefix + np.maximum(0.0, ends - 0.5 * share)
-    token_s = chain.work(
-        range(chain.num_ranks // 2, chain.num_ranks // 2 + 1), np.full((1, _POINTS), share), starts[None]
-    ).busy_s[0]
-    until_s = np.concatenate([[0.0], np.cumsum(0.5 * (token_s[1:] + token_s[:-1]))])
-    shares = np.linspace(0.0, 1.0, chain.num_ranks + 1) * until_s[-1]
-    return np.diff(np.interp(shares, until_s, ends))
+    middle = range(chain.num_ranks // 2, chain.num_ranks // 2 + 1)
+
+    def token_s(ends: Array) -> Array:
+        starts = request.cached_prefix + np.maximum(0.0, ends - 0.5 * share)
+        return np.asarray(chain.work(middle, np.full((1, len(ends)), share), starts[None]).busy_s[0])
+
+    return np.diff(ends_of_equal_time(token_s, request.new_tokens, chain.num_ranks))
+
+
+def ends_of_equal_time(token_s: Callable[[Array], Array], tokens: int, count: int) -> Array:
+    """Divide tokens into `count` parts that take equally long: their ends, from 0 to `tokens`, shape (count + 1,).
+
+    token_s: returns the time of a token at each of the given ends, in any unit.
+    """
+    ends = np.linspace(0.0, tokens, _POINTS)
+    rates = token_s(ends)
+    until_s = np.concatenate([[0.0], np.cumsum(0.5 * (rates[1:] + rates[:-1]))])
+    return np.interp(np.linspace(0.0, until_s[-1], count + 1), until_s, ends)
 
 
 def _busy_s(chain: ChainWork, chunks: Array, starts: Array) -> Array:
