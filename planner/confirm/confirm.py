@@ -16,7 +16,7 @@ from kvrsim.results.question import Question
 from kvrsim.results.results import StrategyPrediction
 from kvrsim.runtime.gpu_state import GpuLog
 from kvrsim.runtime.host import busy_note, started_by_torchrun
-from kvrsim.runtime.plan import RUN_STRATEGIES, Job, Parts, Report, Timing
+from kvrsim.runtime.plan import RUN_STRATEGIES, Job, Parts, RankSettings, Report, Timing
 from kvrsim.runtime.ranks import launch
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, usual_names
@@ -262,9 +262,22 @@ def _report(
         reports = launch(run_virtual, job, how=how, on_progress=reporter.progress)
     else:
         how = hardware.launch(scenario, scenario.cluster.num_gpus, longest_s, count + _REFERENCE_PREFILLS)
+        if hardware.side_traffic_bytes is not None:
+            return _report_beside_traffic(job, how, hardware.side_traffic_bytes, reporter)
         reports = launch(run_job, job, how=how, on_progress=reporter.progress)
     report: Report = reports[-1]
     return report
+
+
+def _report_beside_traffic(job: Job, how: RankSettings, nbytes: int, reporter: Reporter) -> Report:
+    """Run a job on the ranks while a sidecar sends messages between random pairs of neighbours."""
+    from kvrsim.runtime.measure import run_job
+    from kvrsim.runtime.sidecar import Sidecar
+
+    with Sidecar(how, nbytes, job.model.seed) as sidecar:
+        reports = launch(run_job, job, how=how, on_progress=reporter.progress)
+    report: Report = reports[-1]
+    return replace(report, conditions={**report.conditions, **sidecar.conditions()})
 
 
 def _conditions(scenario: Scenario, hardware: Hardware, mode: Mode) -> dict[str, str]:

@@ -55,6 +55,8 @@ class Hardware:
     seed: int = 0  # seed of random weights and of prompts
     random_weights: bool = False  # whether weights are random although the model's folder has some
     output_tokens: int = 1  # tokens that each candidate generates
+    host_memory: bool = False  # whether NCCL sends through host memory instead of directly between GPUs
+    side_traffic_bytes: int | None = None  # bytes of each message of a sidecar; None: no sidecar
     emulated: bool = False  # whether the scenario's links replace the machine's own
     timeout_s: float | None = None  # timeout of a message; None: derived from the predicted duration
     other_machine: bool = False  # whether to measure although the profile is of another machine
@@ -84,6 +86,10 @@ class Hardware:
 
         check_kernel(scenario.model.model_type, scenario.kernel)
         self.choice(scenario)
+        if self.host_memory and self.device != "cuda":
+            raise InputError("host_memory", here, "GPUs: on a CPU all messages go through host memory")
+        if self.side_traffic_bytes is not None and host.started_by_torchrun():
+            raise InputError("side_traffic", "torchrun", "ranks that this command starts itself")
         if not self.emulated:
             return scenario
         return replace(scenario, cluster=replace(cluster, topology="switch"))
@@ -141,6 +147,7 @@ class Hardware:
             deadline_s=_START_S + loading_s + timeout_s + _TIMEOUT_FACTOR * (count * longest_s + 2 * decoding_s),
             threads=self.threads,
             link=link,
+            peer_to_peer=not self.host_memory,
         )
 
     @property

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 from click.exceptions import Exit
 
-from kvrsim.arguments import ChunkLens, Help, MeasuredArgs, Tokens
+from kvrsim.arguments import Arguments, ChunkLens, Help, MeasuredArgs, Read, Tokens, quantity
 from kvrsim.cli.options import HardwareArgs, Json, PageArgs, hardware_of, require_torch, with_options
 from kvrsim.cli.output import print_result, warn_once, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Part, facts, header, headline, note_rows
+from kvrsim.io.annotations import Range
 from kvrsim.io.files import is_first_rank
 from kvrsim.scenario import ROOFLINE
-from kvrsim.units import format_seconds
+from kvrsim.units import format_seconds, parse_bytes
 from kvrsim.views.table import Text, format_partition, narrowing
 
 if TYPE_CHECKING:
@@ -28,21 +29,51 @@ _STRATEGY = (
 _PARTITION = (
     "New tokens of each rank or piece. Default: the strategy's own; kvr-s, pp and pp-s search it with --profile."
 )
-_OUTPUT_TOKENS = "Tokens to generate; those after the first are decoded from the prefill's KV cache."
-_CHECK = "Compare logits and tokens with those of transformers in one process."
+MessageBytes = Annotated[int, Read(quantity(parse_bytes)), Range(least=2**10, most=2**30)]
 FIXED = {"prefix_placement": "all", "expert_parallel": False, "expert_imbalance": None}
+
+
+class RunArgs(Arguments):
+    """What is run besides prefills, and beside them."""
+
+    output_tokens: Annotated[
+        Tokens,
+        Help(
+            "Tokens to generate; those after the first are decoded from the prefill's KV cache.",
+            metavar="N",
+            section="Question",
+        ),
+    ] = 1
+    check: Annotated[
+        bool, Help("Compare logits and tokens with those of transformers in one process.", section="Measurement")
+    ] = False
+    host_memory: Annotated[
+        bool,
+        Help(
+            "Send between GPUs through host memory (NCCL_P2P_DISABLE), as in the paper's runs at 10 GB/s.",
+            section="Machine",
+        ),
+    ] = False
+    side_traffic: Annotated[
+        MessageBytes | None,
+        Help(
+            "During the prefills, other processes send messages of SIZE in both directions between a random pair of "
+            "neighbours, as the paper's noisy sidecar.",
+            metavar="SIZE",
+            section="Machine",
+        ),
+    ] = None
 
 
 @with_options(fixed=FIXED)
 def run(
     args: MeasuredArgs,
     hardware: HardwareArgs,
+    options: RunArgs,
     files: PageArgs,
     *,
     strategy: Annotated[str, Help(_STRATEGY, metavar="NAME", section="Question")],
     partition: Annotated[ChunkLens | None, Help(_PARTITION, metavar="LEN,LEN,...", section="Question")] = None,
-    output_tokens: Annotated[Tokens, Help(_OUTPUT_TOKENS, metavar="N", section="Question")] = 1,
-    check: Annotated[bool, Help(_CHECK, section="Measurement")] = False,
     json: Json = False,
 ) -> None:
     """Measure one strategy's prefill on this machine.
@@ -55,20 +86,25 @@ def run(
     """
     from kvrsim.runtime.plan import check_decoding, run_strategy
 
-    check_decoding(run_strategy(strategy), output_tokens)
+    check_decoding(run_strategy(strategy), options.output_tokens)
     require_torch()
     from planner.confirm.hardware import Reporter
     from planner.confirm.run import run_here
 
     scenario, warnings = _scenario(args, hardware.device)
-    machine = replace(hardware_of(hardware, args, scenario), output_tokens=output_tokens)
+    machine = replace(
+        hardware_of(hardware, args, scenario),
+        output_tokens=options.output_tokens,
+        host_memory=options.host_memory,
+        side_traffic_bytes=options.side_traffic,
+    )
     with Progress("planning and starting ranks", is_timed=True) as progress:
         result = run_here(
             scenario,
             machine,
             strategy=strategy,
             partition=partition,
-            check_logits=check,
+            check_logits=options.check,
             warnings=warnings,
             reporter=Reporter(note=warn_once, progress=progress),
         )

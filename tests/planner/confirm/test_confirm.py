@@ -108,7 +108,7 @@ def test_run_measures_one_strategy_of_a_checkpoint_and_checks_it(folder: Path) -
     checkpoint = folder / "checkpoint"
     model_of("llama-gqa", seed=7).save_pretrained(checkpoint)
     words = arguments(folder, "run", "--strategy", "kvr-s", "--partition", "60,36", "--check", *SHORT)
-    words += ["--model", str(checkpoint), "--output-tokens", "6", "--seed", "2"]
+    words += ["--model", str(checkpoint), "--output-tokens", "6", "--seed", "2", "--side-traffic", "64KiB"]
     code, result, errors = said([*words, "--trace", str(folder / "run.json"), "--plot", str(folder / "run.html")])
     assert code == 0, errors
     assert result["tokens"] == generated(checkpoint, ctx=96, seed=2, tokens=6)
@@ -117,6 +117,7 @@ def test_run_measures_one_strategy_of_a_checkpoint_and_checks_it(folder: Path) -
     assert result["ttft_s"] == result["measured_ttft_s"]
     assert result["tpot_s"] > 0
     assert result["conditions"]["weights"].startswith("of the checkpoint, 1 file of ")
+    assert result["conditions"]["side traffic"].startswith("messages of 64.0 KiB in both directions")
     assert (result["strategy"], result["partition"]) == ("kvr-s", [60, 36])
     assert result["max_logit_error"] <= 1e-5 * result["largest_logit"]
     assert result["predicted_ttft_s"] > 0
@@ -142,6 +143,8 @@ MISTAKES = [
     (("run", "--strategy", "kvr-p"), "--partition", "a partition: run does not read the table of kvr-p"),
     (("run", "--strategy", "ring", "--output-tokens", "3"), "--output-tokens", "its own tokens; others decode: single"),
     (("run", "--strategy", "kvr-e", "--output-tokens", "0"), "--output-tokens", "0"),
+    (("run", "--strategy", "kvr-e", "--host-memory"), "--host-memory", "GPUs: on a CPU all messages"),
+    (("run", "--strategy", "single", "--side-traffic", "1MiB"), "--side-traffic", "at least 2 ranks"),
     (("run", "--strategy", "single,tsp"), "--strategy", "what the runtime runs: single, tsp"),
     (("run", "--strategy", "tp2+kvr-s"), "--strategy", "planned and simulated only"),
     (("confirm", "--repeats", "0"), "--repeats", "0"),
