@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache, partial, reduce
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -61,8 +62,10 @@ class Segment(NamedTuple):
     def of(cls, op: Op) -> Segment:
         """The segment of one compute or collective."""
         assert isinstance(op, Compute | Collective)
-        device_s = op.device_s if isinstance(op, Compute) else op.seconds
-        floor_s = np.maximum(device_s, op.host_s) if op.host_s else device_s
+        device_s = stream_s(op)
+        floor_s = device_s
+        if op.host_s:
+            floor_s = np.maximum(device_s, op.host_s)
         return cls(device_s, floor_s, op.host_s, isinstance(op, Compute))
 
     def then(self, other: Segment) -> Segment:
@@ -76,8 +79,10 @@ class Segment(NamedTuple):
 
 def segment_of(ops: Sequence[Op]) -> Segment:
     """Consecutive computes and collectives as one segment, with few numpy calls if they are many."""
+    if not ops:
+        return NO_WORK
     if len(ops) < _MANY:
-        return reduce(Segment.then, map(Segment.of, ops)) if ops else NO_WORK
+        return reduce(Segment.then, map(Segment.of, ops))
     device_s = np.stack(np.broadcast_arrays(*map(stream_s, ops)))
     host_s = np.array([host_s_of(op) for op in ops]).reshape(-1, *[1] * (device_s.ndim - 1))
     rest_s = np.cumsum(device_s[::-1], axis=0)[::-1] - device_s  # device seconds of the operations after each one
@@ -99,6 +104,14 @@ class Message(NamedTuple):
     in_turn: bool
 
 
+class _Place(IntEnum):
+    """Where operations run in a layer."""
+
+    START = 0  # a computation before all messages of its rank
+    BETWEEN = 1
+    END = 2  # a computation after all messages of its rank
+
+
 Step = Segment | Message | Recv | Load | Collectives
 Block = list[list[Step]]  # steps of each rank
 Action = Callable[[], None]
@@ -114,15 +127,17 @@ def compile_blocks(program: Program, path: Callable[[int, int], Path], draw: Noi
     known: dict[tuple[int | None, int], list[Step]] = {}
 
     def compiled(rank: int, ops: tuple[Op, ...]) -> list[Step]:
-        key = rank if any(isinstance(op, Send) for op in ops) else None, id(ops)
+        key: tuple[int | None, int] = (None, id(ops))
+        if any(isinstance(op, Send) for op in ops):
+            key = (rank, id(ops))
         if key not in known:
             known[key] = _compile(rank, ops, path, under_noise=draw is not None)
         return known[key]
 
-    return [
-        [compiled(rank, ops) for rank, ops in enumerate(block)]
-        for block in (program.prologue, *program.layers, program.epilogue)
-    ]
+    blocks: list[Block] = []
+    for block in (program.prologue, *program.layers, program.epilogue):
+        blocks.append([compiled(rank, ops) for rank, ops in enumerate(block)])
+    return blocks
 
 
 def _compile(rank: int, ops: Sequence[Op], path_to: Callable[[int, int], Path], *, under_noise: bool) -> list[Step]:
@@ -137,7 +152,10 @@ def _compile(rank: int, ops: Sequence[Op], path_to: Callable[[int, int], Path], 
         for op in group:
             if isinstance(op, Send):
                 path = path_to(rank, op.dst)
-                link_s = path.busy_s(op.nbytes[..., None] if under_noise else op.nbytes)
+                nbytes = op.nbytes
+                if under_noise:
+                    nbytes = nbytes[..., None]
+                link_s = path.busy_s(nbytes)
                 steps.append(Message(op.dst, link_s, path.latency_s, op.host_s, op.rendezvous, op.in_turn))
             else:
                 steps.append(cast(Step, op))
@@ -173,11 +191,15 @@ def run_batch(program: Program, cluster: Cluster | Links, draw: NoiseDraw | None
     TTFT is the time of the last rank.
     """
     assert isinstance(cluster, Links) or not cluster.shares_bandwidth, "flows that share a bandwidth need run_shared"
-    links = cluster if isinstance(cluster, Links) else Links(cluster.path)
+    links = cluster
+    if isinstance(links, Cluster):
+        links = Links(links.path)
     at_once = _rows_at_once(program)
     if draw is None and at_once < program.num_rows:
-        firsts = range(0, program.num_rows, at_once)
-        return np.concatenate([run_batch(program.rows(slice(one, one + at_once)), links) for one in firsts], axis=1)
+        parts_s = []
+        for first in range(0, program.num_rows, at_once):
+            parts_s.append(run_batch(program.rows(slice(first, first + at_once)), links))
+        return np.concatenate(parts_s, axis=1)
     run = _Evaluation(program.num_ranks, (program.num_rows,), links, draw=draw)
     run.run(program)
     if run.unsteady.any():
@@ -190,8 +212,10 @@ def run_batch(program: Program, cluster: Cluster | Links, draw: NoiseDraw | None
 
 def _rows_at_once(program: Program) -> int:
     """Number of partitions that are evaluated together, so that the rounds of large rings take little memory."""
-    has_ring = any(isinstance(op, RingPass) for layer in program.layers for op in layer[0])
-    return max(1, _RING_CELLS // program.num_ranks**2) if has_ring else program.num_rows
+    ops = chain.from_iterable(layer[0] for layer in program.layers)
+    if any(isinstance(op, RingPass) for op in ops):
+        return max(1, _RING_CELLS // program.num_ranks**2)
+    return program.num_rows
 
 
 def layer_matrix(
@@ -211,10 +235,39 @@ def layer_matrix(
     run.clock[range(size), range(size)] = 0.0
     run.hosts_s = np.full((size, size + 1, *[1] * len(shape)), -np.inf)
     run.hosts_s[:, -1] = 0.0
-    layer = run.layer([_compile(rank, own, path, under_noise=False) for rank, own in enumerate(ops)])
+    layer = run.layer([_compile(rank, ops_of_rank, path, under_noise=False) for rank, ops_of_rank in enumerate(ops)])
     for action in layer.actions:
         action()
     return run.clock[:, :-1], run.clock[:, -1], layer.issued_s
+
+
+class _LayerPart(NamedTuple):
+    """Operations of a layer that run together."""
+
+    place: _Place
+    ranks: Sequence[int]
+    ops: list[Step]
+
+
+def _parts_of(steps: Block) -> list[_LayerPart]:
+    """The parts of a layer, in an order in which none has to wait: work before all messages first, work after last."""
+    order, ends = run_order(steps)
+    assert ends == list(map(len, steps)), "the program deadlocks"
+    next_step = [0] * len(steps)
+    parts = []
+    for ranks in order:
+        ops = [steps[rank][next_step[rank]] for rank in ranks]
+        first = ranks[0]
+        place = _Place.BETWEEN
+        if isinstance(ops[0], Segment):
+            if next_step[first] == 0:
+                place = _Place.START
+            elif next_step[first] == len(steps[first]) - 1:
+                place = _Place.END
+        parts.append(_LayerPart(place, ranks, ops))
+        for rank in ranks:
+            next_step[rank] += 1
+    return sorted(parts, key=itemgetter(0))
 
 
 class _Evaluation:
@@ -245,8 +298,12 @@ class _Evaluation:
         self.links = links
         self.draw = draw
         self.is_rest = is_rest
-        self.axis = axis if draw is None else -1
-        self.clock = np.zeros((num_ranks, *shape) if draw is None else (num_ranks, *shape, draw.num_samples))
+        self.axis = axis
+        clock_shape = (num_ranks, *shape)
+        if draw is not None:
+            self.axis = -1
+            clock_shape = (*clock_shape, draw.num_samples)
+        self.clock = np.zeros(clock_shape)
         self.unsteady = np.zeros(shape[0], dtype=bool)
         self.hosts_s = np.zeros(num_ranks)  # times at which hosts have issued all operations so far
         self.leads = False  # whether no host delays its device
@@ -262,8 +319,10 @@ class _Evaluation:
         periods = periods_of(program)
         if not is_closed(program):  # all layers are one, because states do not contain messages in flight
             _, *kinds, _ = blocks
-            ranks = range(program.num_ranks)
-            whole = [[step for kind in program.layer_kind_index for step in kinds[kind][rank]] for rank in ranks]
+            whole: Block = []
+            for rank in range(program.num_ranks):
+                layers_of_rank = [kinds[kind][rank] for kind in program.layer_kind_index]
+                whole.append(list(chain.from_iterable(layers_of_rank)))
             blocks[1:-1] = [whole]
             periods = [((0,), 1)]
         prologue, *layers, epilogue = map(self.layer, blocks)
@@ -275,42 +334,34 @@ class _Evaluation:
     def layer(self, steps: Block) -> _PreparedLayer:
         """Prepare a layer: actions in an order in which none has to wait.
 
-        Computations before and after all messages of their ranks are moved to the start and to the end. Computations
-        of all ranks are one action, unless under noise.
+        Computations of all ranks are one action, unless under noise.
         """
-        order, ends = run_order(steps)
-        assert ends == list(map(len, steps)), "the program deadlocks"
-        at = [0] * len(steps)
-        parts = list[tuple[int, Sequence[int], list[Step]]]()
-        for ranks in order:
-            ops = [steps[rank][at[rank]] for rank in ranks]
-            place = at[ranks[0]]
-            last = len(steps[ranks[0]]) - 1
-            parts.append(((place > 0) + (place == last > 0) if isinstance(ops[0], Segment) else 1, ranks, ops))
-            for rank in ranks:
-                at[rank] += 1
-        # known: by first rank and its operations
-        actions = list[Action]()
-        known = dict[tuple[int, ...], Action]()
-        for is_work, group in groupby(sorted(parts, key=itemgetter(0)), lambda part: isinstance(part[2][0], Segment)):
-            own = list(group)
-            work = {ranks[0]: cast(Segment, ops[0]) for _, ranks, ops in own}
-            if is_work and self.draw is None and len(own) == len(work) == len(steps):
-                actions.append(self._joint([work[rank] for rank in range(len(steps))]))
-            else:
-                for _, ranks, ops in own:
-                    key = ranks[0], *map(id, ops)
-                    if key not in known:
-                        known[key] = self._action(ranks, ops)
-                    actions.append(known[key])
-        exchanges = [(rank, step) for rank, own in enumerate(steps) for step in own if not isinstance(step, Segment)]
-        in_order = all(
-            isinstance(one, Recv | Load) or (isinstance(one, Message) and one.dst > rank and not one.rendezvous)
-            for rank, one in exchanges
-        )
-        ways = {way for rank, one in exchanges if (way := _way(rank, one)) is not None}
-        self.free_s |= {way: np.full(self.clock.shape[1:], -np.inf) for way in ways - set(self.free_s)}
-        return _PreparedLayer(actions, np.array([sum(map(host_s_of, own)) for own in steps]), in_order, ways)
+        actions: list[Action] = []
+        known: dict[tuple[int, ...], Action] = {}  # by first rank and its operations
+        for is_work, group in groupby(_parts_of(steps), lambda part: isinstance(part.ops[0], Segment)):
+            parts = list(group)
+            if is_work and self.draw is None:
+                segments = {part.ranks[0]: cast(Segment, part.ops[0]) for part in parts}
+                if len(parts) == len(segments) == len(steps):
+                    actions.append(self._joint([segments[rank] for rank in range(len(steps))]))
+                    continue
+            for part in parts:
+                key = (part.ranks[0], *map(id, part.ops))
+                if key not in known:
+                    known[key] = self._action(part.ranks, part.ops)
+                actions.append(known[key])
+        in_order = True
+        ways: set[Edge] = set()
+        for rank, steps_of_rank in enumerate(steps):
+            for step in steps_of_rank:
+                in_order = in_order and _waits_for_earlier(rank, step)
+                way = _way(rank, step)
+                if way is not None:
+                    ways.add(way)
+        for way in ways - set(self.free_s):
+            self.free_s[way] = np.full(self.clock.shape[1:], -np.inf)
+        issued_s = np.array([sum(map(host_s_of, steps_of_rank)) for steps_of_rank in steps])
+        return _PreparedLayer(actions, issued_s, in_order, ways)
 
     def _action(self, ranks: Sequence[int], ops: Sequence[Step]) -> Action:
         """The next operations of these ranks, which run together."""
@@ -337,11 +388,12 @@ class _Evaluation:
 
         A large batch does not wait for its last partitions: they become `unsteady`.
         """
-        in_order = all(one.in_order for one in layers)
-        issued_s = np.sum([one.issued_s for one in layers], axis=0)
-        few = self.clock.shape[1] // _FEW if self.clock.size >= _LARGE else 0
-        ways = set().union(*(one.ways for one in layers))
-        rows = sorted([*((rank, -1) for rank in range(len(self.clock))), *ways])  # links after the rank that sends
+        in_order = all(layer.in_order for layer in layers)
+        issued_s = np.sum([layer.issued_s for layer in layers], axis=0)
+        few = 0
+        if self.clock.size >= _LARGE:
+            few = self.clock.shape[1] // _FEW
+        times_s = self._times_s(layers)
         states_s: list[Array] = []
         led: list[bool] = []  # whether no host delayed its device, by period
         for left in reversed(range(times)):
@@ -350,11 +402,15 @@ class _Evaluation:
                 continue
             led.append(self.leads)
             states_s = states_s[-2 * max(CYCLES) :]
-            states_s.append(np.stack([self.clock[row[0]] if row[1] < 0 else self.free_s[row] for row in rows]))
-            # A check takes almost as long as a layer of few partitions.
-            for cycle in () if self.is_rest and left % 4 else filter(lambda cycle: left % cycle == 0, CYCLES):
-                # If no host delays anything in the last cycle, one advance is enough.
-                first = (1 if not in_order and all(led[-cycle:]) else 2) * cycle
+            states_s.append(np.stack(times_s))
+            if self.is_rest and left % 4:  # a check takes almost as long as a layer of few partitions
+                continue
+            for cycle in CYCLES:
+                if left % cycle:
+                    continue
+                first = 2 * cycle
+                if not in_order and all(led[-cycle:]):  # no host delayed anything: one advance is enough
+                    first = cycle
                 if len(states_s) <= first:
                     break
                 advance_s, is_steady = steady_advance(
@@ -363,11 +419,21 @@ class _Evaluation:
                 if np.count_nonzero(~is_steady) > few:
                     continue
                 self.unsteady |= ~is_steady
-                for row, seconds in zip(rows, left // cycle * advance_s, strict=True):
-                    later = self.clock[row[0]] if row[1] < 0 else self.free_s[row]
-                    later += seconds
+                for time_s, seconds in zip(times_s, left // cycle * advance_s, strict=True):
+                    time_s += seconds
                 self.hosts_s += left * issued_s
                 return
+
+    def _times_s(self, layers: Sequence[_PreparedLayer]) -> list[Array]:
+        """The arrays of times that a period changes: each rank's clock, followed by its links."""
+        ways: set[Edge] = set()
+        for layer in layers:
+            ways |= layer.ways
+        times_s = []
+        for rank, clock in enumerate(self.clock):
+            times_s.append(clock)
+            times_s += [self.free_s[way] for way in sorted(ways) if way[0] == rank]
+        return times_s
 
     def _run(self, layers: Sequence[_PreparedLayer], issued_s: Array) -> None:
         hosts_s = self.hosts_s + issued_s
@@ -386,14 +452,17 @@ class _Evaluation:
         """Issue an operation on the host; return the time at which the device reaches it."""
         self.hosts_s[rank] += host_s
         clock: Array = self.clock[rank]
-        return clock if self.leads else np.maximum(clock, self.hosts_s[rank])
+        if not self.leads:
+            clock = np.maximum(clock, self.hosts_s[rank])
+        return clock
 
     def _joint(self, segments: Sequence[Segment]) -> Action:
         """One segment per rank."""
-        device_s = self._stack([one.device_s for one in segments])
-        hosts_s = _column([one.host_s for one in segments], self.hosts_s)
-        is_device = all(one.floor_s is one.device_s for one in segments)
-        floor_s = device_s if is_device else self._stack([one.floor_s for one in segments])
+        device_s = self._stack([segment.device_s for segment in segments])
+        hosts_s = _column([segment.host_s for segment in segments], self.hosts_s)
+        floor_s = device_s
+        if any(segment.floor_s is not segment.device_s for segment in segments):
+            floor_s = self._stack([segment.floor_s for segment in segments])
 
         def run() -> None:
             self.clock += device_s
@@ -408,8 +477,10 @@ class _Evaluation:
         host_s = self.hosts_s[rank]
         if self.draw is not None:
             begin_s = np.maximum(clock, host_s)
-            seconds = segment.device_s
-            end_s = self._computed_s(rank, begin_s, seconds) if segment.has_noise else begin_s + seconds
+            if segment.has_noise:
+                end_s = self._computed_s(rank, begin_s, segment.device_s)
+            else:
+                end_s = begin_s + segment.device_s
             np.maximum(end_s, host_s + segment.host_s, out=clock)
         else:
             clock += segment.device_s
@@ -419,18 +490,19 @@ class _Evaluation:
 
     def _send(self, rank: int, message: Message) -> None:
         """Put a message on its link."""
-        free_s = self.free_s[rank, rank if message.in_turn else message.dst]
+        way = _way(rank, message)
+        assert way is not None
+        free_s = self.free_s[way]
         np.maximum(free_s, self._reached_s(rank, message.host_s), out=free_s)
         self._left((rank, message.dst), free_s, message.link_s)
         self.arrivals[rank, message.dst].append(free_s + message.latency_s)
 
     def _meet(self, src: int, message: Message, recv_host_s: float) -> None:
         """Run a rendezvous. The streams of both ranks have waited for all earlier messages, so the link is free."""
-        own = self.clock[src]
-        other = self.clock[message.dst]
-        np.maximum(self._reached_s(src, message.host_s), self._reached_s(message.dst, recv_host_s), out=own)
-        self._left((src, message.dst), own, message.link_s)
-        np.add(own, message.latency_s, out=other)
+        clock = self.clock[src]
+        np.maximum(self._reached_s(src, message.host_s), self._reached_s(message.dst, recv_host_s), out=clock)
+        self._left((src, message.dst), clock, message.link_s)
+        np.add(clock, message.latency_s, out=self.clock[message.dst])
 
     def _recv(self, rank: int, recv: Recv) -> None:
         self.hosts_s[rank] += recv.host_s
@@ -441,14 +513,17 @@ class _Evaluation:
         left_s = self.loaded_s.get(rank, 0.0) + load.seconds
         clock = self.clock[rank]
         np.maximum(clock, left_s + load.latency_s, out=clock)
-        self.loaded_s[rank] = left_s if load.ahead else clock.copy()
+        if not load.ahead:
+            left_s = clock.copy()
+        self.loaded_s[rank] = left_s
 
     def _left(self, edge: Edge, time_s: Array, busy_s: Array) -> None:
         """Change the time at which a message starts to the time at which it has left; noise may delay it."""
         if self.draw is None:
             time_s += busy_s
             return
-        number = self.num_messages[edge] = self.num_messages.get(edge, -1) + 1
+        number = self.num_messages.get(edge, 0)
+        self.num_messages[edge] = number + 1
         time_s[:] = self.draw.message_end_s(*edge, number, time_s, busy_s)
 
     def _computed_s(self, rank: int, start_s: Array, device_s: Array) -> Array:
@@ -463,9 +538,11 @@ class _Evaluation:
 
     def _issued_s(self, ranks: Sequence[int], ops: Sequence[AllGather | AllToAll]) -> Array:
         """Issue a collective on the hosts; return the times at which the devices reach it, in a new array."""
-        own = slice(ranks[0], ranks[-1] + 1)
-        self.hosts_s[own] += _column([op.host_s for op in ops], self.hosts_s)
-        return self.clock[own].copy() if self.leads else np.maximum(self.clock[own], self._hosts_s(own))
+        members = slice(ranks[0], ranks[-1] + 1)
+        self.hosts_s[members] += _column([op.host_s for op in ops], self.hosts_s)
+        if self.leads:
+            return self.clock[members].copy()
+        return np.maximum(self.clock[members], self._hosts_s(members))
 
     def _all_gather(self, ranks: Sequence[int], ops: Sequence[AllGather]) -> Action:
         """Prepare a ring all-gather: in step k, each rank forwards the piece that has made k hops."""
@@ -486,6 +563,11 @@ class _Evaluation:
         latency_s = edges.values("gather_latency_s", pieces)
         is_late = latency_s.any()  # measured steps include the latency
 
+        def arrived(left_s: Array) -> Array:
+            if is_late:
+                return left_s + latency_s
+            return left_s
+
         def run() -> None:
             start = self._issued_s(ranks, ops)
             start += launch_s
@@ -496,10 +578,12 @@ class _Evaluation:
             self._wait(edges, link)
             for step, step_s in enumerate(pieces_s):
                 if step:
-                    link, other = _later_of(link, link + latency_s if is_late else link, 1, other), link
+                    after = _later_of(link, arrived(link), 1, other)
+                    other = link
+                    link = after
                 self._sent(edges, link, step_s)
             if pieces_s:
-                _later_of(start, link + latency_s if is_late else link, 1, start)
+                _later_of(start, arrived(link), 1, start)
                 self._keep(edges, link)
             self.clock[ranks[0] : ranks[-1] + 1] = start
 
@@ -514,17 +598,19 @@ class _Evaluation:
         if is_alike:
             pieces = [nbytes[:1] for nbytes in pieces]
         sent_s = [seconds_on(edges.rows, Path.busy_s, nbytes) for nbytes in self._rounds(pieces)]
-        sent_s *= len(ranks) - 1 if is_alike else 1
+        if is_alike:
+            sent_s *= len(ranks) - 1
         issued_s = np.array([op.host_s for op in ops])
         hosts_s = [_column(issued_s[:, number], rounds_s[0]) for number in range(len(ranks))]
         total_s = _column(issued_s.sum(axis=1), self.hosts_s)
         latency_s = edges.values("latency_s", rounds_s[0])
 
         def compute(start: Array, work_s: Array) -> None:
-            for rank in ranks if self.draw is not None else ():
-                start[rank] = self._computed_s(rank, start[rank], work_s[rank])
             if self.draw is None:
                 start += work_s
+                return
+            for rank in ranks:
+                start[rank] = self._computed_s(rank, start[rank], work_s[rank])
 
         def run() -> None:
             clock = self.clock
@@ -559,18 +645,24 @@ class _Evaluation:
         """Prepare an all-to-all: messages to the ranks `shift` positions later are evaluated together."""
         size = len(ranks)
         by_shift = [self.links.edges(ranks, shift) for shift in range(1, size)]
-        # Messages of equal size are one row, repeated without a copy.
-        rows = [op.nbytes if op.nbytes.strides[0] else op.nbytes[:1] for op in ops]
+        rows = []
+        for op in ops:
+            if op.nbytes.strides[0]:
+                rows.append(op.nbytes)
+            else:  # messages of equal size are one row, repeated without a copy
+                rows.append(op.nbytes[:1])
         nbytes = np.stack(np.broadcast_arrays(*rows))  # by rank and shift
-        busy_s = {path: path.busy_s(nbytes) for path in {path for edges in by_shift for path in edges.rows}}
-        each = []  # by shift: edges, seconds on the links, latencies
+        busy_s: dict[Path, Array] = {}
+        exchanges = []  # by shift: edges, seconds on the links, latencies
         for index, edges in enumerate(by_shift):
             row = min(index, nbytes.shape[1] - 1)
-            seconds = np.empty((size, *nbytes.shape[2:]))
+            sent_s = np.empty((size, *nbytes.shape[2:]))
             for path, positions in edges.rows.items():
-                seconds[positions] = busy_s[path][positions, row]
-            sent_s = seconds if self.axis is None else np.expand_dims(seconds, self.axis)
-            each.append((edges, sent_s, edges.values("latency_s", sent_s)))
+                if path not in busy_s:
+                    busy_s[path] = path.busy_s(nbytes)
+                sent_s[positions] = busy_s[path][positions, row]
+            sent_s = self._with_axis(sent_s)
+            exchanges.append((edges, sent_s, edges.values("latency_s", sent_s)))
 
         def run() -> None:
             left = self._issued_s(ranks, ops)
@@ -578,7 +670,7 @@ class _Evaluation:
             # Ranks twice in a row: the rank `shift` positions later is then a slice.
             start = np.concatenate([left, left])
             clock = np.concatenate([left, left])
-            for shift, (edges, sent_s, late_s) in enumerate(each, 1):
+            for shift, (edges, sent_s, late_s) in enumerate(exchanges, 1):
                 np.maximum(left, start[shift : shift + size], out=left)
                 self._wait(edges, left)
                 self._sent(edges, left, sent_s)
@@ -591,23 +683,32 @@ class _Evaluation:
 
     def _stack(self, values: Sequence[Array]) -> Array:
         """One row per rank, with the additional axis of the clock."""
-        rows = np.stack(np.broadcast_arrays(*values))
-        return rows if self.axis is None else np.expand_dims(rows, self.axis)
+        return self._with_axis(np.stack(np.broadcast_arrays(*values)))
+
+    def _with_axis(self, values: Array) -> Array:
+        """The values with the additional axis of the clock, if it has one."""
+        if self.axis is not None:
+            values = np.expand_dims(values, self.axis)
+        return values
 
     def _rounds(self, values: Sequence[Array]) -> list[Array]:
         """The rows of each round from arrays with a row per round, one per rank; with the axes of `_stack`."""
         by_round = np.swapaxes(np.stack(np.broadcast_arrays(*values)), 0, 1)
-        return [one if self.axis is None else np.expand_dims(one, self.axis) for one in by_round]
+        return [self._with_axis(rows) for rows in by_round]
 
     def _wait(self, edges: _Edges, start_s: Array) -> None:
         """Delay messages until earlier messages have left these edges."""
-        for index, edge in enumerate(edges.pairs) if self.free_s else ():
+        if not self.free_s:
+            return
+        for index, edge in enumerate(edges.pairs):
             if edge in self.free_s:
                 np.maximum(start_s[index], self.free_s[edge], out=start_s[index])
 
     def _keep(self, edges: _Edges, left_s: Array) -> None:
         """Keep the times at which these edges are free again."""
-        for index, edge in enumerate(edges.pairs) if self.free_s else ():
+        if not self.free_s:
+            return
+        for index, edge in enumerate(edges.pairs):
             if edge in self.free_s:
                 self.free_s[edge][:] = left_s[index]
 
@@ -646,8 +747,8 @@ def seconds_on(rows: Mapping[Path, list[int]], time_of: Callable[[Path, Array], 
     if len(rows) == 1:
         return time_of(next(iter(rows)), nbytes)
     seconds = np.empty(nbytes.shape)
-    for path, own in rows.items():
-        seconds[own] = time_of(path, nbytes[own])
+    for path, positions in rows.items():
+        seconds[positions] = time_of(path, nbytes[positions])
     return seconds
 
 
@@ -670,4 +771,13 @@ def _way(rank: int, step: Step) -> Edge | None:
     """The key of a message in `free_s`; None for other steps and for a rendezvous."""
     if not isinstance(step, Message) or step.rendezvous:
         return None
-    return rank, rank if step.in_turn else step.dst
+    if step.in_turn:
+        return rank, rank
+    return rank, step.dst
+
+
+def _waits_for_earlier(rank: int, step: Step) -> bool:
+    """Whether a step makes ranks wait only for earlier ranks."""
+    if isinstance(step, Message):
+        return step.dst > rank and not step.rendezvous
+    return isinstance(step, Segment | Recv | Load)

@@ -14,6 +14,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -42,13 +43,14 @@ def run_shared(program: Program, cluster: Cluster, draw: NoiseDraw | None = None
     draw: jitter, for a program of one partition; the shape is then (num_ranks, samples).
     """
     blocks = compile_blocks(program, cluster.path, draw)
-    finish_s = _steady_finish_s(program, cluster, blocks) if draw is None else None
-    if finish_s is None:
-        prologue, *kinds, epilogue = blocks
-        graph = _Graph(cluster, program.num_ranks, program.num_rows, draw)
-        graph.take([prologue, *(kinds[kind] for kind in program.layer_kind_index), epilogue])
-        finish_s = _Run(graph).finish_s()
-    return finish_s
+    if draw is None:
+        finish_s = _steady_finish_s(program, cluster, blocks)
+        if finish_s is not None:
+            return finish_s
+    prologue, *kinds, epilogue = blocks
+    graph = _Graph(cluster, program.num_ranks, program.num_rows, draw)
+    graph.take([prologue, *(kinds[kind] for kind in program.layer_kind_index), epilogue])
+    return _Run(graph).finish_s()
 
 
 def run_steps(steps: Block, cluster: Cluster, num_rows: int) -> Array:
@@ -66,8 +68,11 @@ def _steady_finish_s(program: Program, cluster: Cluster, blocks: Sequence[Block]
     periods = periods_of(program)
     if len(periods) != 1 or periods[0][1] < _LEAST_PERIODS:
         return None
-    (period, times), (prologue, *kinds, epilogue) = periods[0], blocks
-    steps = [step for kind in period for own in kinds[kind] for step in own]
+    period, times = periods[0]
+    prologue, *kinds, epilogue = blocks
+    steps: list[Step] = []
+    for kind in period:
+        steps += chain.from_iterable(kinds[kind])
     if any(isinstance(step, Message) for step in steps) or all(isinstance(step, Segment) for step in steps):
         return None
     graph = _Graph(cluster, program.num_ranks, program.num_rows)
@@ -86,9 +91,9 @@ def _steady_finish_s(program: Program, cluster: Cluster, blocks: Sequence[Block]
         return None
     finish_s = ends_s[-1] + (times - _EVALUATED) * advance_s
     left = times - _EVALUATED
-    for rank, own in enumerate(epilogue):
+    for rank, steps_of_rank in enumerate(epilogue):
         host_s = hosts_s[-1, rank] + left * issued_s[rank]
-        for step in own:
+        for step in steps_of_rank:
             assert isinstance(step, Segment)
             finish_s[rank] = np.maximum(finish_s[rank] + step.device_s, step.floor_s + host_s)
     return np.asarray(finish_s)
@@ -191,12 +196,7 @@ class _Graph:
         track.receives = False
         match step:
             case Segment():
-                jitter = self._work_jitter(rank) if step.has_noise else 1.0
-                track.now = track.now.plus(step.device_s * jitter)
-                floor_s = step.floor_s if self.draw is None else np.maximum(step.device_s * jitter, step.host_s)
-                track.now = track.now.at_least(floor_s + track.host_s)
-                track.host_s += step.host_s
-                track.lags = False
+                self._work(rank, track, step)
             case Message():
                 self._send(rank, track, step)
             case Recv():
@@ -209,6 +209,17 @@ class _Graph:
                 self._all_to_all(rank, track, step)
             case Load():
                 self._load(rank, track, step)
+
+    def _work(self, rank: int, track: _Track, segment: Segment) -> None:
+        device_s: Value = segment.device_s
+        floor_s: Value = segment.floor_s
+        if self.draw is not None:
+            if segment.has_noise:
+                device_s = device_s * self._work_jitter(rank)
+            floor_s = np.maximum(device_s, segment.host_s)
+        track.now = track.now.plus(device_s).at_least(floor_s + track.host_s)
+        track.host_s += segment.host_s
+        track.lags = False
 
     def _number(self, *name: str | int) -> Key:
         """The name with the next number of its counter appended."""
@@ -232,9 +243,14 @@ class _Graph:
     ) -> None:
         *_, number = self._number("sent", rank, dst)
         assert isinstance(number, int)
-        jitter = 1.0 if self.draw is None else self.draw.message_jitter((rank, dst), number - 1)
+        jitter: Value = 1.0
+        if self.draw is not None:
+            jitter = self.draw.message_jitter((rank, dst), number - 1)
         post = _Post(len(self.tracks[rank].missing), later, busy_s, jitter, key)
-        self.lanes[rank, "turn" if in_turn else dst].append(post)
+        lane: Key = (rank, dst)
+        if in_turn:
+            lane = (rank, "turn")
+        self.lanes[lane].append(post)
 
     def _work_jitter(self, rank: int) -> Value:
         """Jitter factor of the next work of the rank."""
@@ -247,7 +263,9 @@ class _Graph:
         """Issue an operation on the host; return the time at which the device reaches it."""
         track.host_s += host_s
         track.lags = track.lags or host_s > 0
-        return track.now.at_least(track.host_s) if track.lags else track.now
+        if not track.lags:
+            return track.now
+        return track.now.at_least(track.host_s)
 
     def _send(self, rank: int, track: _Track, message: Message) -> None:
         key = self._number("message", rank, message.dst)
@@ -322,7 +340,9 @@ class _Graph:
         for shift, nbytes in enumerate(op.nbytes, start=1):
             dst = (rank + shift) % self.num_ranks
             src = (rank - shift) % self.num_ranks
-            notice = ("come", rank, "exchange", number) if shift == 1 else None
+            notice = None
+            if shift == 1:
+                notice = ("come", rank, "exchange", number)
             self._wait(rank, (("come", dst, "exchange", number), 0.0), *before, notice=notice)
             key = ("exchange", rank, number, shift)
             self._post(rank, dst, key, self.cluster.path(rank, dst).busy_s(nbytes))
@@ -353,22 +373,22 @@ class _Targets:
             rank = np.full(shape, -1)
             wait = np.zeros(shape, dtype=np.intp)
             latency_s = np.zeros(shape)
-            for at, own in targets.items():
-                if number < len(own):
-                    rank[at], wait[at], latency_s[at] = own[number]
+            for cell, targets_of_cell in targets.items():
+                if number < len(targets_of_cell):
+                    rank[cell], wait[cell], latency_s[cell] = targets_of_cell[number]
             self.columns.append((rank.ravel(), wait.ravel(), latency_s.ravel()))
 
     def of(self, causes: Index, rows: Index, time_s: Array, num_rows: int) -> _Arrivals:
         """Arrivals that causes trigger at `time_s`; causes: index of each cell in the table. rows: its partition."""
         parts = []
         for rank, wait, latency_s in self.columns:
-            own = rank.take(causes)
-            some = np.flatnonzero(own >= 0)
-            own = own.take(some)
-            causes = causes.take(some)
-            rows = rows.take(some)
-            time_s = time_s.take(some)
-            parts.append((own * num_rows + rows, wait.take(causes), time_s + latency_s.take(causes)))
+            ranks = rank.take(causes)
+            found = np.flatnonzero(ranks >= 0)
+            ranks = ranks.take(found)
+            causes = causes.take(found)
+            rows = rows.take(found)
+            time_s = time_s.take(found)
+            parts.append((ranks * num_rows + rows, wait.take(causes), time_s + latency_s.take(causes)))
         return _joined(parts)
 
 
@@ -377,8 +397,10 @@ _NONE = np.zeros(0, dtype=np.intp), np.zeros(0, dtype=np.intp), np.zeros(0)
 
 
 def _joined(parts: Sequence[_Arrivals]) -> _Arrivals:
-    if len(parts) < 2:
-        return parts[0] if parts else _NONE
+    if not parts:
+        return _NONE
+    if len(parts) == 1:
+        return parts[0]
     places, waits, time_s = zip(*parts, strict=True)
     return np.concatenate(places), np.concatenate(waits), np.concatenate(time_s)
 
@@ -421,10 +443,10 @@ class _Run:
         self.came_s = np.zeros(self.size)  # time at which each rank reached its previous wait
         self.rank_of, self.row_of = np.divmod(np.arange(self.size), self.num_rows)
         self._prepare_lanes(graph, most)
-        notices = {
-            (wait, rank): [target for key in keys for target in graph.targets.pop(key, ())]
-            for (rank, wait), keys in graph.notices.items()
-        }
+        notices: dict[tuple[int, int], list[_Target]] = defaultdict(list)
+        for (rank, wait), keys in graph.notices.items():
+            for key in keys:
+                notices[wait, rank] += graph.targets.pop(key, ())
         self.notices = _Targets(notices, missing.shape)
         assert not graph.targets, "the program deadlocks: a message is received that nobody sends"
         places = np.arange(self.size)
@@ -445,9 +467,12 @@ class _Run:
         for lane, posts in enumerate(lanes):
             for number, post in enumerate(posts):
                 after[number, lane] = post.after
-                alone_s = graph.pieces_s[post.key] if post.busy_s is None else post.busy_s
+                alone_s = post.busy_s
+                if alone_s is None:
+                    alone_s = graph.pieces_s[post.key]
                 busy_s[number, lane] = alone_s * post.jitter
-        post_s, floor_s = self._laters([*([post.later for post in posts] for posts in lanes), []], most + 1)
+        laters = [[post.later for post in posts] for posts in lanes]
+        post_s, floor_s = self._laters([*laters, []], most + 1)
         owners = np.array([*(key[0] for key in keys), 0], dtype=np.intp)
         self.post_s = post_s.ravel()
         self.post_floor_s = floor_s.ravel()
@@ -455,27 +480,41 @@ class _Run:
         self.busy_s = busy_s.ravel()
         self.num_lanes = num_lanes
         self.lane_of, self.row_of_slot = np.divmod(np.arange(num_lanes * self.num_rows), self.num_rows)
-        own = [[lane for lane, key in enumerate(keys) if key[0] == rank] for rank in range(self.num_ranks)]
-        self.own_slots = [  # slots of each place's first lane, second lane and so on; the last column is empty
-            np.array([lanes[number] if number < len(lanes) else num_lanes - 1 for lanes in own], dtype=np.intp).take(
-                self.rank_of
-            )
-            * self.num_rows
-            + self.row_of
-            for number in range(max(map(len, own)))
-        ]
+        self.own_slots = self._own_slots(keys)
         self.owner_place = owners.take(self.lane_of) * self.num_rows + self.row_of_slot
         self.number = np.zeros(self.lane_of.size, dtype=np.intp)  # number of the lane's next message
         self.enters_s = np.full(self.lane_of.size, np.inf)  # time at which this message enters the bus
         self.leaves_at = np.full(self.lane_of.size, np.inf)  # value of served_s at which the message on the bus leaves
         self.left_s = np.full((most + 1, self.lane_of.size), -np.inf)  # departure of each message, by number and slot
-        messages = {(number, lane): post for lane, posts in enumerate(lanes) for number, post in enumerate(posts)}
-        arrivals = {at: graph.targets.pop(post.key, []) for at, post in messages.items()}
-        assert all(arrivals.values()), "a message that nobody receives"
+        arrivals: dict[tuple[int, int], list[_Target]] = {}
+        sources: set[tuple[int, int]] = set()
+        for lane, posts in enumerate(lanes):
+            for number, post in enumerate(posts):
+                targets = graph.targets.pop(post.key, [])
+                assert targets, "a message that nobody receives"
+                arrivals[number, lane] = targets
+                sources.update((target.rank, lane) for target in targets)
         self.arrivals = _Targets(arrivals, after.shape)
-        sources = {(target.rank, lane) for (_, lane), targets in arrivals.items() for target in targets}
         # Whether each wait is for one message, and messages arrive in the order of the rank's waits.
         self.in_order = len(sources) == len({rank for rank, _ in sources}) and bool((self.missing == 1).all())
+
+    def _own_slots(self, keys: Sequence[Key]) -> list[Index]:
+        """Slots of each place's first lane, second lane and so on; of the empty last lane if it has no such lane.
+
+        keys: those of the lanes, without the empty one.
+        """
+        lanes_of_rank: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for lane, (rank, *_) in enumerate(keys):
+            assert isinstance(rank, int)
+            lanes_of_rank[rank].append(lane)
+        slots = []
+        for number in range(max(map(len, lanes_of_rank))):
+            lane_of_rank = np.full(self.num_ranks, len(keys), dtype=np.intp)
+            for rank, lanes in enumerate(lanes_of_rank):
+                if number < len(lanes):
+                    lane_of_rank[rank] = lanes[number]
+            slots.append(lane_of_rank.take(self.rank_of) * self.num_rows + self.row_of)
+        return slots
 
     def _laters(self, columns: Sequence[Sequence[_Later]], length: int) -> tuple[Array, Array]:
         """Arrays of delays and floors, shape (length, columns, B)."""
@@ -558,7 +597,9 @@ class _Run:
             np.maximum.at(self.there_s, at, time_s)
             np.subtract.at(self.missing, at, 1)
             at = at[(self.missing.take(at) == 0) & (self.passed.take(places) == waits)]
-            waits, places = np.divmod(np.unique(at) if at.size > 1 else at, self.size)
+            if at.size > 1:
+                at = np.unique(at)
+            waits, places = np.divmod(at, self.size)
             places, waits, time_s = self._pass(places, waits)
 
     def _pass(self, places: Index, waits: Index) -> _Arrivals:
@@ -578,13 +619,13 @@ class _Run:
     def _work_beside(self, places: Index, waits: Index, over_s: Array) -> None:
         """End rounds of a ring whose messages have arrived and whose work is done; changes over_s in place."""
         works = self.work_of.take(waits * self.num_ranks + self.rank_of.take(places))
-        some = np.flatnonzero(works >= 0)
-        came_s = self.came_s.take(places.take(some))
-        there_s = over_s.take(some)
-        at = works.take(some), self.row_of.take(places.take(some))
+        working = np.flatnonzero(works >= 0)
+        came_s = self.came_s.take(places.take(working))
+        there_s = over_s.take(working)
+        at = works.take(working), self.row_of.take(places.take(working))
         work_s = beside_message_s(self.works_s[at], there_s - came_s, self.message_share)
         done_s = came_s + work_s * self.work_jitter[at]
-        over_s[some] = np.maximum(there_s, done_s)
+        over_s[working] = np.maximum(there_s, done_s)
 
     def _go_on(self, places: Index, passed: Index, over_s: Array) -> _Arrivals:
         """Advance these ranks to their next wait after `passed` waits; return the arrivals that this triggers."""
@@ -595,8 +636,8 @@ class _Run:
         if len(self.works_s):
             self.came_s[places] = self.ready_s.take(places)
         self.ready_s[places] = ready_s
-        for own in self.own_slots:
-            slots = own.take(places)
+        for slot_of in self.own_slots:
+            slots = slot_of.take(places)
             enters_s = self.enters_s.take(slots)
             idle = np.isinf(enters_s) & np.isinf(self.leaves_at.take(slots))
             self.enters_s[slots] = np.where(idle, self._next_s(slots, self.number.take(slots)), enters_s)

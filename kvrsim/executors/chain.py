@@ -44,12 +44,18 @@ class Chain:
         self.path_rows = rows_of(paths)
         self.latency_s = np.array([[path.latency_s] for path in paths])
         pending = execution.placed.pending_share
-        self.pending = np.array([[pending if rank else 0.0] for rank in ranks]) if pending else None
+        self.pending: Array | None = None
+        if pending:
+            self.pending = np.full((len(ranks), 1), pending)
+            self.pending[0] = 0.0
         slowness = np.array([[execution.cluster.slowness(rank)] for rank in ranks])
-        self.slowness = None if (slowness == 1.0).all() else slowness
-        one = np.ones(1)
-        alike = last_is_alike(execution.placed, self.costs.cost)
-        self.epilogue = last(execution.placed, one, one, self.costs.cost) if alike else None
+        self.slowness: Array | None = None
+        if (slowness != 1.0).any():
+            self.slowness = slowness
+        self.epilogue: tuple[Op, ...] | None = None
+        if last_is_alike(execution.placed, self.costs.cost):
+            any_tokens = np.ones(1)
+            self.epilogue = last(execution.placed, any_tokens, any_tokens, self.costs.cost)
 
     @staticmethod
     def suits(execution: Execution, cluster: Cluster) -> bool:
@@ -114,7 +120,9 @@ class _ChainRun:
         self.before = layer[:recv_at]
         self.append = layer[recv_at + 1 : send_at]
         self.rest = layer[send_at + 1 :]
-        self.before_s, self.append_s, self.rest_s = map(_total_s, (self.before, self.append, self.rest))
+        self.before_s = _total_s(self.before)
+        self.append_s = _total_s(self.append)
+        self.rest_s = _total_s(self.rest)
         self.recv_host_s = recv.host_s
         self.send_host_s = send.host_s
         self.overlaps = not send.rendezvous
@@ -137,10 +145,15 @@ class _ChainRun:
             self._pass_on(as_issued=True)
             self._run(self.rest)
             layers -= 1
+            holds = np.ones(1, dtype=bool)
             if layers:
                 self._run(self.before)
-            holds = self._device_leads() if layers else np.ones(1, dtype=bool)
-        finish_s = self._after(layers, last_only=last_only) if layers else self.clock[-1 if last_only else 0 :]
+                holds = self._device_leads()
+        finish_s = self.clock
+        if layers:
+            finish_s = self._after(layers, last_only=last_only)
+        elif last_only:
+            finish_s = self.clock[-1:]
         last_s = finish_s[-1]
         host_s = self.host_s[-1]
         for op in self.epilogue:
@@ -162,21 +175,21 @@ class _ChainRun:
         as_issued: whether hosts may delay their devices; if not, hosts stay ahead.
         """
         for rank, (link_s, latency_s) in enumerate(zip(self.link_s, self.latency_s, strict=True)):
-            own = self.clock[rank]
-            behind = self.clock[rank + 1]
+            sender = self.clock[rank]
+            receiver = self.clock[rank + 1]
             moved_s = self.moved_s[rank]
             self._append(rank, as_issued=as_issued)
             if as_issued:
                 self._issue(rank, self.send_host_s)
                 self._issue(rank + 1, self.recv_host_s)
             if self.overlaps:
-                np.maximum(moved_s, own, out=moved_s)
+                np.maximum(moved_s, sender, out=moved_s)
                 moved_s += link_s
-                np.maximum(behind, moved_s + latency_s, out=behind)
+                np.maximum(receiver, moved_s + latency_s, out=receiver)
             else:
-                np.maximum(own, behind, out=moved_s)
-                np.add(moved_s, link_s, out=own)
-                np.add(own, latency_s, out=behind)
+                np.maximum(sender, receiver, out=moved_s)
+                np.add(moved_s, link_s, out=sender)
+                np.add(sender, latency_s, out=receiver)
         self._append(len(self.clock) - 1, as_issued=as_issued)
 
     def _append(self, rank: int, *, as_issued: bool) -> None:
@@ -202,7 +215,9 @@ class _ChainRun:
         if not self.layer_host_s:
             return np.ones(1, dtype=bool)
         leads = self._keeps_ahead(lambda seconds: seconds.min(axis=1, keepdims=True))
-        return leads if leads.all() else self._keeps_ahead(lambda seconds: seconds)
+        if leads.all():
+            return leads
+        return self._keeps_ahead(lambda seconds: seconds)
 
     def _keeps_ahead(self, least: Callable[[Array], Array]) -> Flags:
         """Whether hosts stay ahead of their devices, by the `least` of each rank's seconds; shape (1,) or (B,)."""
@@ -220,8 +235,10 @@ class _ChainRun:
     def _after(self, layers: int, *, last_only: bool) -> Array:
         """End of each rank, or only of the last rank, `layers` layers later, counted from the receive."""
         self._pass_on(as_issued=False)
-        after = self._after_overlap if self.overlaps else self._after_rendezvous
-        finish_s = after(layers - 1, last_only=last_only)
+        if self.overlaps:
+            finish_s = self._after_overlap(layers - 1, last_only=last_only)
+        else:
+            finish_s = self._after_rendezvous(layers - 1, last_only=last_only)
         finish_s += self.rest_s[-len(finish_s) :]
         issued_s = layers * (self.layer_host_s - self.send_host_s) - sum(map(host_s_of, self.before))
         self.host_s[-1] += issued_s
@@ -238,7 +255,9 @@ class _ChainRun:
             left_s = np.maximum(alone_s[rank] + link_s, free_s[rank])
             left_s += on_s[rank]
             np.maximum(alone_s[rank + 1], left_s, out=alone_s[rank + 1])
-        return alone_s[-1:] if last_only else alone_s
+        if last_only:
+            return alone_s[-1:]
+        return alone_s
 
     def _after_rendezvous(self, more: int, *, last_only: bool) -> Array:
         """Time at which ranks start `rest`, `more` layers later; messages wait for neighbours on both sides."""
@@ -256,7 +275,9 @@ class _ChainRun:
         if last_only and more >= 2 * len(self.moved_s):
             return np.asarray(last_of_row(self.moved_s, on, back, more) + last_s)[None]
         moved_s = row_after(self.moved_s, on, back, more)
-        return np.concatenate([moved_s + self.link_s, moved_s[-1:] + last_s])[-1 if last_only else 0 :]
+        if last_only:
+            return np.asarray(moved_s[-1:] + last_s)
+        return np.concatenate([moved_s + self.link_s, moved_s[-1:] + last_s])
 
 
 def row_after(x: Array, on: Array, back: Array, periods: int) -> Array:
@@ -268,16 +289,17 @@ def row_after(x: Array, on: Array, back: Array, periods: int) -> Array:
     """
     nodes = len(x)
     row = np.concatenate([x[:1], x, x[-1:]])  # both ends are repeated
-    one = np.empty_like(x)
-    other = np.empty_like(x)
+    from_previous = np.empty_like(x)
+    from_next = np.empty_like(x)
     for step_number in range(2, nodes + 2 * periods):
         first = max(step_number - 2 * periods, step_number % 2)
         now = slice(first, min(nodes, step_number - 1), 2)
         size = len(range(nodes)[now])
-        np.add(row[:-2][now], on[now], out=one[:size])
-        np.add(row[2:][now], back[now], out=other[:size])
-        np.maximum(one[:size], other[:size], out=row[1:-1][now])
-        row[0], row[-1] = row[1], row[-2]
+        np.add(row[:-2][now], on[now], out=from_previous[:size])
+        np.add(row[2:][now], back[now], out=from_next[:size])
+        np.maximum(from_previous[:size], from_next[:size], out=row[1:-1][now])
+        row[0] = row[1]
+        row[-1] = row[-2]
     return row[1:-1]
 
 

@@ -112,11 +112,15 @@ class Link:
             start_s = self.env.now
             number = self.num_messages
             self.num_messages = self.num_messages + 1
-            noisy_s = busy_s if self.ends_s is None else self.ends_s(number, start_s, busy_s) - start_s
+            noisy_s = busy_s
+            if self.ends_s is not None:
+                noisy_s = self.ends_s(number, start_s, busy_s) - start_s
             if self.bus is None:
                 yield self.env.timeout(noisy_s)
+            elif busy_s:
+                yield from self.bus.transmit(nbytes * noisy_s / busy_s)
             else:
-                yield from self.bus.transmit(nbytes * noisy_s / busy_s if busy_s else nbytes)
+                yield from self.bus.transmit(nbytes)
         return start_s
 
 
@@ -162,8 +166,12 @@ class Network:
         """The link that carries messages from src to dst."""
         if (src, dst) not in self.links:
             path = self.cluster.path(src, dst)
-            bus = self.bus if path.shared_bus else None
-            ends_s = None if self.noise is None else partial(self._message_end_s, src, dst)
+            bus = None
+            if path.shared_bus:
+                bus = self.bus
+            ends_s = None
+            if self.noise is not None:
+                ends_s = partial(self._message_end_s, src, dst)
             self.bus.bandwidth_bytes_per_s = path.bandwidth_bytes_per_s
             self.links[src, dst] = Link(self.env, path, bus, ends_s)
         return self.links[src, dst]
@@ -202,8 +210,13 @@ class Network:
         gathered_by = parcel.gathered_by
         link = self.link(src, dst)
         nbytes = np.array(parcel.nbytes)
-        step_s = link.path.gather_step_s(nbytes, gathered_by) if gathered_by else link.path.busy_s(nbytes)
-        start_s = yield from link.transmit(parcel.nbytes, step_s.item())
+        if gathered_by:
+            busy_s = link.path.gather_step_s(nbytes, gathered_by)
+            latency_s = link.path.gather_latency_s
+        else:
+            busy_s = link.path.busy_s(nbytes)
+            latency_s = link.path.latency_s
+        start_s = yield from link.transmit(parcel.nbytes, busy_s.item())
         if left is not None:
             left.succeed()
         if self.record:
@@ -219,7 +232,6 @@ class Network:
                 nbytes=parcel.nbytes,
             )
             self.spans.append(span)
-        latency_s = link.path.gather_latency_s if gathered_by else link.path.latency_s
         if latency_s:
             yield self.env.timeout(latency_s)
         yield to.put(parcel.nbytes)
@@ -317,8 +329,13 @@ class RankProcess:
     def _send(self, layer: int | None, op: Send) -> Process:
         yield from self._until(self.clock_s)
         self.host_s += op.host_s
-        left = self.env.event() if op.rendezvous or op.in_turn else None
-        before, self.last_left = (self.last_left, left) if op.in_turn else (None, self.last_left)
+        left = None
+        if op.rendezvous or op.in_turn:
+            left = self.env.event()
+        before = None
+        if op.in_turn:
+            before = self.last_left
+            self.last_left = left
         self.env.process(self._post(max(self.clock_s, self.host_s), layer, op, before, left))
         if left is not None and op.rendezvous:
             yield left
@@ -443,5 +460,7 @@ class RankProcess:
         left_s = self.loaded_s + op.seconds.item()
         start_s = self.clock_s
         self.clock_s = max(self.clock_s, left_s + op.latency_s)
-        self.loaded_s = left_s if op.ahead else self.clock_s
+        self.loaded_s = self.clock_s
+        if op.ahead:
+            self.loaded_s = left_s
         self.network.note(self.rank, "wait", f"prefix from {op.name}", "KV", layer, start_s, self.clock_s)

@@ -15,8 +15,8 @@ of programs up to rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, reduce
-from itertools import accumulate, groupby, pairwise
+from functools import cache
+from itertools import accumulate, chain, groupby, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -49,18 +49,23 @@ def run_pipeline(
         return None
     ops = PieceOps.of(execution.placed, execution.strategy, pieces, cost)
     context = len(ops.embedding)
-    gathers = {sum(isinstance(op, AllGather) for op in own) for ranks in ops.layers for own in ranks}
-    if gathers != {int(context > 1)} or any(load for ranks in ops.loads for load in ranks):
+    gathers = int(context > 1)  # of each rank in a layer
+    for ops_of_rank in chain.from_iterable(ops.layers):
+        if sum(isinstance(op, AllGather) for op in ops_of_rank) != gathers:
+            return None
+    if any(chain.from_iterable(ops.loads)):
         return None
     if context > _MOST_CONTEXT or (context > 1 and cluster.shares_bandwidth):
         return None
     if stage_layers is None:
-        each = stages(execution.strategy, len(execution.placed.share.layer_kind_index), cluster.num_gpus)
-        stage_layers = np.array([[len(layers)] for layers in each])
+        layers_of_stage = stages(execution.strategy, len(execution.placed.share.layer_kind_index), cluster.num_gpus)
+        stage_layers = np.array([[len(layers)] for layers in layers_of_stage])
     elif (stage_layers == stage_layers[:, :1]).all():
         stage_layers = stage_layers[:, :1]
     run = _PipelineRun(execution.placed, ops, stage_layers, cluster, cost)
-    return run.on_a_bus() if cluster.shares_bandwidth else run.finish_s()
+    if cluster.shares_bandwidth:
+        return run.on_a_bus()
+    return run.finish_s()
 
 
 class _Joint(NamedTuple):
@@ -75,7 +80,9 @@ class _Joint(NamedTuple):
 
     def then(self, other: _Joint) -> _Joint:
         """This work followed by another one; the maxima distribute over the sums."""
-        both_s = reduce(np.maximum, (other.device_s[:, k, None] + self.device_s[k] for k in range(len(self.device_s))))
+        both_s = other.device_s[:, 0, None] + self.device_s[0]
+        for rank in range(1, len(self.device_s)):
+            np.maximum(both_s, other.device_s[:, rank, None] + self.device_s[rank], out=both_s)
         floor_s = np.maximum((other.device_s + self.floor_s).max(axis=1), self.host_s + other.floor_s)
         return _Joint(both_s, floor_s, self.host_s + other.host_s)
 
@@ -84,7 +91,10 @@ class _Joint(NamedTuple):
         if times == 1:
             return self
         half = self.repeat(times // 2)
-        return half.then(half).then(self) if times % 2 else half.then(half)
+        doubled = half.then(half)
+        if times % 2:
+            return doubled.then(self)
+        return doubled
 
     @classmethod
     def of(cls, ops: Sequence[Sequence[Op]], ring: Sequence[Path], shape: tuple[int, ...]) -> _Joint:
@@ -118,14 +128,16 @@ class _PipelineRun:
         self.num_pieces = len(ops.lengths)
         self.slowness = [scenario.cluster.slowness(rank) for rank in range(cluster.num_gpus)]
         prologue, epilogue = ops.ends(scenario, cost)
-        self.prologue, self.epilogue = segment_of(prologue), segment_of(slower(epilogue, self.slowness[-1]))
-        nbytes = np.stack(ops.sent_bytes, axis=1)  # (pieces, context ranks, B)
-        first = [range(stage * self.context, (stage + 1) * self.context) for stage in range(self.num_stages - 1)]
-        self.paths = [[cluster.path(rank, rank + self.context) for rank in ranks] for ranks in first]
-        # Seconds of the messages from each stage to the next one.
-        self.sent_s = [
-            seconds_on(rows_of(own), Path.busy_s, nbytes.swapaxes(0, 1)).swapaxes(0, 1) for own in self.paths
-        ]
+        self.prologue = segment_of(prologue)
+        self.epilogue = segment_of(slower(epilogue, self.slowness[-1]))
+        nbytes = np.stack(ops.sent_bytes)  # (context ranks, pieces, B)
+        self.paths: list[list[Path]] = []  # by stage: paths of its ranks to the next stage
+        self.sent_s: list[Array] = []  # by stage: seconds of the messages to the next one, (pieces, context ranks, B)
+        for stage in range(self.num_stages - 1):
+            ranks = range(stage * self.context, (stage + 1) * self.context)
+            paths = [cluster.path(rank, rank + self.context) for rank in ranks]
+            self.paths.append(paths)
+            self.sent_s.append(seconds_on(rows_of(paths), Path.busy_s, nbytes).swapaxes(0, 1))
         # Device seconds by stage: an array of shape (pieces, B), or a matrix of shape (pieces, i, j, B).
         self.device_s: list[Array] = []
         if self.context == 1:
@@ -135,7 +147,9 @@ class _PipelineRun:
 
     def _way_in(self, stage: int, rank: int) -> tuple[Op, ...]:
         """Operations of a context rank of a stage before the layers."""
-        ops = (*(() if stage else self.ops.embedding[rank]), *self.ops.preparation[rank])
+        ops = self.ops.preparation[rank]
+        if stage == 0:
+            ops = (*self.ops.embedding[rank], *ops)
         return tuple(slower(ops, self.slowness[stage * self.context + rank]))
 
     def _prepare_segments(self) -> tuple[Array, Array]:
@@ -144,24 +158,26 @@ class _PipelineRun:
         way_in = [segment_of(self._way_in(stage, 0)) for stage in range(self.num_stages)]
         device_s = np.empty(shape)
         floor_s = np.empty(shape)
-        for stage, own in enumerate(way_in):
-            device_s[stage], floor_s[stage] = own.device_s, own.floor_s
-        host_s = np.array([[own.host_s] for own in way_in]) + np.zeros(self.stage_layers.shape)
+        host_s = np.empty(self.stage_layers.shape)
+        for stage, segment in enumerate(way_in):
+            device_s[stage] = segment.device_s
+            floor_s[stage] = segment.floor_s
+            host_s[stage] = segment.host_s
         ends = np.cumsum(self.stage_layers, axis=0)
         first = 0
         for kind, alike in groupby(self.kinds):
             after = first + len(list(alike))
-            layer = {one: segment_of(slower(self.ops.layers[kind][0], one)) for one in set(self.slowness)}
+            ops = self.ops.layers[kind][0]
+            layer_by_slowness = {slowness: segment_of(slower(ops, slowness)) for slowness in set(self.slowness)}
             number = np.minimum(ends, after) - np.maximum(ends - self.stage_layers, first)
             for stage, slowness in enumerate(self.slowness):
-                # of these layers, shape (B,)
-                own = layer[slowness]
-                count = np.maximum(number[stage], 0)
-                least_s = host_s[stage] + own.floor_s + (count - 1) * np.maximum(own.device_s, own.host_s)
-                floor_s[stage] += count * own.device_s
+                layer = layer_by_slowness[slowness]
+                count = np.maximum(number[stage], 0)  # of these layers, shape (B,)
+                least_s = host_s[stage] + layer.floor_s + (count - 1) * np.maximum(layer.device_s, layer.host_s)
+                floor_s[stage] += count * layer.device_s
                 np.maximum(floor_s[stage], least_s, out=floor_s[stage], where=count > 0)
-                device_s[stage] += count * own.device_s
-                host_s[stage] += count * own.host_s
+                device_s[stage] += count * layer.device_s
+                host_s[stage] += count * layer.host_s
             first = after
         self.device_s = list(device_s)
         return floor_s[:, :, None], host_s
@@ -173,23 +189,28 @@ class _PipelineRun:
 
         @cache
         def way_in(is_first: bool, ring: tuple[Path, ...], slowness: tuple[float, ...]) -> _Joint:
-            ranks = zip(self.ops.embedding, self.ops.preparation, slowness, strict=True)
-            each = [slower((*embedding * is_first, *own), factor) for embedding, own, factor in ranks]
-            return _Joint.of(each, ring, shape)
+            ops_of_ranks = []
+            for embedding, preparation, factor in zip(self.ops.embedding, self.ops.preparation, slowness, strict=True):
+                ops = preparation
+                if is_first:
+                    ops = (*embedding, *ops)
+                ops_of_ranks.append(slower(ops, factor))
+            return _Joint.of(ops_of_ranks, ring, shape)
 
         @cache
         def layers(kind: int, count: int, ring: tuple[Path, ...], slowness: tuple[float, ...]) -> _Joint:
             if count > 1:
                 return layers(kind, 1, ring, slowness).repeat(count)
-            each = [slower(own, factor) for own, factor in zip(self.ops.layers[kind], slowness, strict=True)]
-            return _Joint.of(each, ring, shape)
+            ops_of_ranks = [slower(ops, factor) for ops, factor in zip(self.ops.layers[kind], slowness, strict=True)]
+            return _Joint.of(ops_of_ranks, ring, shape)
 
         @cache
         def whole(
             is_first: bool, kinds: tuple[int, ...], ring: tuple[Path, ...], slowness: tuple[float, ...]
         ) -> tuple[Array, Array, float]:
-            each = [layers(kind, len(list(alike)), ring, slowness) for kind, alike in groupby(kinds)]
-            work = reduce(_Joint.then, each, way_in(is_first, ring, slowness))
+            work = way_in(is_first, ring, slowness)
+            for kind, alike in groupby(kinds):
+                work = work.then(layers(kind, len(list(alike)), ring, slowness))
             matrix = np.ascontiguousarray(work.device_s.transpose(2, 1, 0, 3))
             return matrix, work.floor_s.swapaxes(0, 1), work.host_s
 
@@ -209,13 +230,15 @@ class _PipelineRun:
         """Finish time of each rank, shape (ranks, B)."""
         begin_s = np.broadcast_to(_end_s(self.prologue, 0.0, 0.0), self.floor_s.shape[2:])
         later = np.minimum(np.arange(self.num_stages), 1)
-        each_s = self.host_s + self.message_s * (later + later[::-1])[:, None]  # host seconds per piece, (stages, B)
-        begun_s = self.prologue.host_s + np.arange(self.num_pieces)[:, None] * each_s[:, None]  # (stages, pieces, B)
+        piece_s = self.host_s + self.message_s * (later + later[::-1])[:, None]  # host seconds per piece, (stages, B)
+        begun_s = self.prologue.host_s + np.arange(self.num_pieces)[:, None] * piece_s[:, None]  # (stages, pieces, B)
         received_s = (begun_s + self.message_s * later[:, None, None])[:, :, None]
         issued_s = received_s + self.host_s[:, None, None] + self.message_s  # when hosts have issued the send
-        run = self._in_steps if self.rendezvous or self.context > 1 else self._in_turn
-        clock = run(begin_s, received_s, issued_s)
-        last_host_s = self.prologue.host_s + self.num_pieces * each_s[-1]
+        if self.rendezvous or self.context > 1:
+            clock = self._in_steps(begin_s, received_s, issued_s)
+        else:
+            clock = self._in_turn(begin_s, received_s, issued_s)
+        last_host_s = self.prologue.host_s + self.num_pieces * piece_s[-1]
         clock[-1, -1] = _end_s(self.epilogue, clock[-1, -1], last_host_s)
         return clock.reshape(-1, clock.shape[-1])
 
@@ -225,18 +248,19 @@ class _PipelineRun:
 
         steps: Block = []
         for stage in range(self.num_stages):
-            own: list[Step] = [self.prologue]
+            steps_of_stage: list[Step] = [self.prologue]
             for piece in range(self.num_pieces):
                 if stage:
-                    own.append(Recv(src=stage - 1, host_s=self.message_s, rendezvous=self.rendezvous))
+                    steps_of_stage.append(Recv(src=stage - 1, host_s=self.message_s, rendezvous=self.rendezvous))
                 device_s = self.device_s[stage][piece]
                 floor_s = self.floor_s[stage, piece, 0]
-                own.append(Segment(device_s, floor_s, self.host_s[stage]))
+                steps_of_stage.append(Segment(device_s, floor_s, self.host_s[stage]))
                 if stage < self.num_stages - 1:
                     sent_s = self.sent_s[stage][piece, 0]
                     latency_s = self.paths[stage][0].latency_s
-                    own.append(Message(stage + 1, sent_s, latency_s, self.message_s, self.rendezvous, False))
-            steps.append(own)
+                    message = Message(stage + 1, sent_s, latency_s, self.message_s, self.rendezvous, False)
+                    steps_of_stage.append(message)
+            steps.append(steps_of_stage)
         steps[-1].append(self.epilogue)
         return run_steps(steps, self.cluster, self.ops.lengths.shape[1])
 
@@ -257,19 +281,22 @@ class _PipelineRun:
 
     def _in_steps(self, begin_s: Array, received_s: Array, issued_s: Array) -> Array:
         """Run all stages that work in the same step; arrays of stages have one extra row at both ends."""
-        apart = 2 if self.rendezvous else 1
+        apart = 1
+        if self.rendezvous:
+            apart = 2
         pieces = self.num_pieces
         last = self.num_stages - 1
         issued_s[-1] = -np.inf  # the last stage sends nothing
-        none = np.zeros((1, *self.floor_s.shape[1:]))
-        into_s = _flat(np.concatenate([none, *(one[None] for one in self.sent_s), none]))  # messages into each stage
-        each_s = [np.array([[path.latency_s] for path in own]) for own in self.paths]
-        latency_s = np.stack([none[0, 0, :, :1], *each_s, none[0, 0, :, :1]])
-        floor_s, received_s, issued_s = map(_flat, (self.floor_s + received_s, received_s, issued_s))
+        into_s, latency_s = self._messages()
+        floor_s = _flat(self.floor_s + received_s)
+        received_s = _flat(received_s)
+        issued_s = _flat(issued_s)
         if self.rendezvous:
             np.maximum(floor_s, issued_s, out=floor_s)  # a stage ends when its host has issued the send
-        work_s = _flat(np.stack(self.device_s))[:, None] if self.context == 1 else none
-        clock = np.concatenate([np.full((1, *begin_s.shape), -np.inf), *[begin_s[None]] * (last + 2)])
+        if self.context == 1:
+            pieces_s = _flat(np.stack(self.device_s))[:, None]
+        clock = np.full((last + 3, *begin_s.shape), -np.inf)
+        clock[1:] = begin_s
         link_s = np.full_like(clock, -np.inf)
         arrival_s = np.full_like(clock, -np.inf)
         step = max(1, apart * pieces - 1)  # from a stage's piece to that of the next stage in the same wave
@@ -278,28 +305,43 @@ class _PipelineRun:
             stages = range(first, min(wave, last) + 1, apart)
             if not stages:
                 continue
-            before, own, after = (slice(first + by, stages[-1] + by + 1, apart) for by in range(3))
+            before = slice(first, stages[-1] + 1, apart)
+            here = slice(first + 1, stages[-1] + 2, apart)
+            after = slice(first + 2, stages[-1] + 3, apart)
             place = first * pieces + (wave - first) // apart
             at = slice(place, place + (len(stages) - 1) * step + 1, step)
             if self.rendezvous:
-                there_s = np.maximum(clock[before], clock[own])
+                there_s = np.maximum(clock[before], clock[here])
                 np.maximum(there_s, received_s[at], out=there_s)
                 there_s += into_s[at]
                 clock[before] = there_s
                 there_s += latency_s[before]
             else:
-                there_s = np.maximum(clock[own], arrival_s[own])
+                there_s = np.maximum(clock[here], arrival_s[here])
             if self.context == 1:
-                there_s += work_s[at]
+                there_s += pieces_s[at]
             else:
-                each = [self.device_s[stage][(wave - stage) // apart] for stage in stages]
-                there_s = (there_s[:, :, None] + np.stack(each)).max(axis=1)
-            clock[own] = done_s = np.maximum(there_s, floor_s[at], out=there_s)
+                work_s = np.stack([self.device_s[stage][(wave - stage) // apart] for stage in stages])
+                there_s = (there_s[:, :, None] + work_s).max(axis=1)
+            done_s = np.maximum(there_s, floor_s[at])
+            clock[here] = done_s
             if not self.rendezvous:
                 onward = slice(at.start + pieces, at.stop + pieces, step)
                 link_s[after] = np.maximum(link_s[after], np.maximum(done_s, issued_s[at])) + into_s[onward]
-                arrival_s[after] = link_s[after] + latency_s[own]
+                arrival_s[after] = link_s[after] + latency_s[here]
         return clock[1:-1]
+
+    def _messages(self) -> tuple[Array, Array]:
+        """Seconds of the messages into each stage, (stages x pieces + pieces, ranks, B), and latencies of their links.
+
+        The first stage and the row after the last stage receive nothing.
+        """
+        into_s = np.zeros((self.num_stages + 1, *self.floor_s.shape[1:]))
+        latency_s = np.zeros((self.num_stages + 1, self.context, 1))
+        for stage, paths in enumerate(self.paths, start=1):
+            into_s[stage] = self.sent_s[stage - 1]
+            latency_s[stage, :, 0] = [path.latency_s for path in paths]
+        return _flat(into_s), latency_s
 
 
 def one_by_one(least_s: Array, seconds: Array, begin_s: Array | float) -> Array:

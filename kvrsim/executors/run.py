@@ -54,9 +54,12 @@ class Runner:
         self.execution = execution
         self.cost = cost
         self.cluster = cluster or execution.cluster
-        is_chain = Chain.suits(execution, self.cluster)
-        self.links = None if self.cluster.shares_bandwidth else Links(self.cluster.path)
-        self.chain = Chain(execution, self.cluster, cost) if is_chain else None
+        self.links: Links | None = None
+        if not self.cluster.shares_bandwidth:
+            self.links = Links(self.cluster.path)
+        self.chain: Chain | None = None
+        if Chain.suits(execution, self.cluster):
+            self.chain = Chain(execution, self.cluster, cost)
 
     def finish_s(
         self,
@@ -113,7 +116,9 @@ class Runner:
             from kvrsim.kernels.cost import WeightedCost  # rarely needed
 
             cost = chain.costs.cost
-            rows = np.ones_like(holds) if isinstance(cost, WeightedCost) else ~holds  # weights apply to all rows
+            rows = ~holds
+            if isinstance(cost, WeightedCost):  # weights apply to all rows
+                rows = np.ones_like(holds)
             program = build_program(self.execution, list(chunks[:, rows]), cost, times_only=True)
             finish_s[:, ~holds] = run_program(program, self.links or self.cluster)[-len(finish_s) :, ~holds[rows]]
         return finish_s
@@ -131,7 +136,9 @@ class Runner:
             return max(_LEAST_ROWS, _CHAIN_CELLS // ranks)
         if not self.cluster.shares_bandwidth:
             return min(max(BLOCK, 8 * _CELLS // ranks), max(1, _CELLS // num_samples))
-        destinations = 1 if self.execution.strategy.chains else ranks
+        destinations = ranks
+        if self.execution.strategy.chains:
+            destinations = 1
         messages = self.execution.placed.share.num_hidden_layers * ranks * destinations
         return min(_SHARED_BLOCK, max(1, _SHARED_CELLS // messages))
 
@@ -143,8 +150,13 @@ def ttft_s(execution: Execution, chunks: Array, *, draw: NoiseDraw | None = None
     enough_s: see Runner.finish_s.
     """
     runner = Runner(execution)
-    blocks = runner.blocks(chunks, 1 if draw is None else draw.num_samples)
-    return np.concatenate([runner.finish_s(one, draw=draw, last_only=True, enough_s=enough_s)[-1] for one in blocks])
+    num_samples = 1
+    if draw is not None:
+        num_samples = draw.num_samples
+    parts_s = []
+    for block in runner.blocks(chunks, num_samples):
+        parts_s.append(runner.finish_s(block, draw=draw, last_only=True, enough_s=enough_s)[-1])
+    return np.concatenate(parts_s)
 
 
 def finish_s(execution: Execution, chunks: Array) -> Array:
@@ -162,10 +174,13 @@ def run_program(program: Program, cluster: Cluster | Links, draw: NoiseDraw | No
     if draw is None:
         return run_shared(program, cluster)
     size = max(1, _SHARED_CELLS // (len(program.layer_kind_index) * program.num_ranks**2))
-    parts = [draw.only(range(draw.num_samples)[first : first + size]) for first in range(0, draw.num_samples, size)]
-    rows = [program.row(index) for index in range(program.num_rows)]
-    each_s = [np.concatenate([run_shared(row, cluster, part) for part in parts], axis=1) for row in rows]
-    return np.stack(each_s, axis=1)
+    samples = range(draw.num_samples)
+    parts = [draw.only(samples[first : first + size]) for first in range(0, draw.num_samples, size)]
+    rows_s = []
+    for index in range(program.num_rows):
+        row = program.row(index)
+        rows_s.append(np.concatenate([run_shared(row, cluster, part) for part in parts], axis=1))
+    return np.stack(rows_s, axis=1)
 
 
 class Run(NamedTuple):
@@ -200,7 +215,9 @@ def run_partition(
 
     program = build_program(execution, list(chunks))
     simulation = EventSimulation(program, execution.cluster, record=timeline, noise=draw)
-    spans = replace(simulation.timeline, gpus_per_rank=execution.placed.gpus_per_rank) if timeline else None
+    if not timeline:
+        return Run(finish_s=simulation.finish_s)
+    spans = replace(simulation.timeline, gpus_per_rank=execution.placed.gpus_per_rank)
     return Run(finish_s=simulation.finish_s, timeline=spans)
 
 

@@ -9,7 +9,7 @@ several periods before it comes back to the same rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy as np
 
@@ -38,13 +38,14 @@ def steady_advance(
         advances_s = [late_s - early_s for early_s, late_s in pairwise(states_s)]
         last_s = advances_s[-1]
         tolerance_s = _SAME * states_s[-1].max(axis=0)
-        is_steady = (least_s := last_s.min(axis=0)) >= issued_s
+        least_s = last_s.min(axis=0)
+        is_steady = least_s >= issued_s
         if in_order:
             is_steady &= (np.abs(last_s - advances_s[0]) <= tolerance_s).all(axis=0)
             is_steady &= (last_s[1:] >= last_s[:-1] - tolerance_s).all(axis=0)
         else:
-            for one_s in advances_s[:-1]:
-                is_steady &= np.abs(one_s - least_s).max(axis=0) <= tolerance_s
+            for earlier_s in advances_s[:-1]:
+                is_steady &= np.abs(earlier_s - least_s).max(axis=0) <= tolerance_s
             is_steady &= last_s.max(axis=0) - least_s <= tolerance_s
     return last_s, is_steady
 
@@ -55,20 +56,30 @@ def periods_of(program: Program) -> list[tuple[tuple[int, ...], int]]:
     A single period if a layer leaves messages or loads to a later layer, because states of ranks and links do not
     contain them.
     """
-    ops = (op for kind in set(program.layer_kind_index) for own in program.layers[kind] for op in own)
-    repeats = is_closed(program) and not any(isinstance(op, Load) for op in ops)
-    return list(_periods(program.layer_kind_index)) if repeats else [(program.layer_kind_index, 1)]
+    if is_closed(program) and not _loads(program):
+        return list(_periods(program.layer_kind_index))
+    return [(program.layer_kind_index, 1)]
+
+
+def _loads(program: Program) -> bool:
+    for kind in set(program.layer_kind_index):
+        ops = chain.from_iterable(program.layers[kind])
+        if any(isinstance(op, Load) for op in ops):
+            return True
+    return False
 
 
 def _periods(kinds: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
-    first = alone = 0
+    first = 0
+    alone = 0
     while first < len(kinds):
         length, times = _longest_period(kinds, first)
         if (times - 1) * length >= _LEAST_REPEATED:
             if alone < first:
                 yield tuple(kinds[alone:first]), 1
             yield tuple(kinds[first : first + length]), times
-            first = alone = first + times * length
+            first += times * length
+            alone = first
         else:
             first += 1
     if alone < first:
@@ -91,8 +102,14 @@ def _longest_period(kinds: Sequence[int], first: int) -> tuple[int, int]:
 def is_closed(program: Program) -> bool:
     """Whether the ranks of each layer receive all messages that are sent in this layer."""
     for layer in program.layers:
-        ops = [(rank, op) for rank, own in enumerate(layer) for op in own]
-        sent = sorted((rank, op.dst) for rank, op in ops if isinstance(op, Send))
-        if sent != sorted((op.src, rank) for rank, op in ops if isinstance(op, Recv)):
+        sent: list[tuple[int, int]] = []
+        received: list[tuple[int, int]] = []
+        for rank, ops in enumerate(layer):
+            for op in ops:
+                if isinstance(op, Send):
+                    sent.append((rank, op.dst))
+                elif isinstance(op, Recv):
+                    received.append((op.src, rank))
+        if sorted(sent) != sorted(received):
             return False
     return True
