@@ -123,7 +123,9 @@ class CalibratedCost:
         nbytes = product.in_features * product.out_features * of_each(width).weight
         read_s = self.scale * nbytes / (gemm.head_bytes_per_s or gemm.bytes_per_s)
         seconds = np.maximum(self.row_cost((product,), ())(tokens), read_s)
-        return seconds if gemm.head_bytes_per_s is None else np.where(tokens * self.traits.batch <= 1, read_s, seconds)
+        if gemm.head_bytes_per_s is not None:
+            seconds = np.where(tokens * self.traits.batch <= 1, read_s, seconds)
+        return seconds
 
     def call_s(self, call: Call) -> Array:
         return call.measured_s(self)
@@ -131,7 +133,10 @@ class CalibratedCost:
     def traffic_s(self, tokens: Array, steps: tuple[Traffic, ...]) -> Array:
         """Seconds of the bytes at each operation's rate, plus each kernel's start."""
         token_s, start_s = self._traffic(steps)
-        return tokens * token_s + start_s if start_s else tokens * token_s
+        seconds = tokens * token_s
+        if start_s:
+            seconds = seconds + start_s
+        return seconds
 
     def mask_s(self, mask_elements: Array) -> Array:
         """Seconds to make the attention mask, once before the first layer."""
@@ -163,7 +168,9 @@ class RooflineCost:
         peaks = gpu.peak_flops
         if dtype not in peaks:
             raise InputError("dtype", dtype, f"what {gpu.name} computes in: {', '.join(peaks)}")
-        half = peaks.get("bf16", peaks.get("fp16", peaks[dtype])) if dtype == "fp8" else peaks[dtype]
+        half = peaks[dtype]
+        if dtype == "fp8":
+            half = peaks.get("bf16", peaks.get("fp16", half))
         low = peaks.get("fp8", half)
         return cls(traits=traits, bytes_per_s=gpu.hbm_bytes_per_s, flops_per_s=half, low_flops_per_s=low)
 
@@ -186,8 +193,12 @@ class RooflineCost:
 
     def limits_of(self, compute: str | None) -> tuple[GemmType, float]:
         """Bytes per element of each operand of a type of product, and its FLOP/s."""
-        width = of_each(self.traits.element_bytes if compute is None else GEMM_TYPES[compute])
-        return width, self.low_flops_per_s if width.quantised else self.flops_per_s
+        width = of_each(self.traits.element_bytes)
+        if compute is not None:
+            width = of_each(GEMM_TYPES[compute])
+        if width.quantised:
+            return width, self.low_flops_per_s
+        return width, self.flops_per_s
 
     def call_s(self, call: Call) -> Array:
         return call.roofline_s(self)

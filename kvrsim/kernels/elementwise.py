@@ -153,7 +153,9 @@ def eager_kernels(model: ModelSpec, mixer: Attention, *, repeats: bool) -> int:
     shared = mixer.num_key_value_heads < mixer.num_attention_heads
     kernels = _LLAMA_KERNELS
     if model.model_type == "falcon":
-        kernels = _FALCON_ALIBI_KERNELS if model.alibi else _FALCON_KERNELS
+        kernels = _FALCON_KERNELS
+        if model.alibi:
+            kernels = _FALCON_ALIBI_KERNELS
     if repeats and shared:
         kernels += 2
     return kernels
@@ -182,7 +184,9 @@ def before_mixer(
 
 def _steps(fused: bool) -> dict[str, _Step]:
     """Bytes and kernels of the steps of a layer, in a serving engine or in eager code."""
-    return _FUSED if fused else _EAGER
+    if fused:
+        return _FUSED
+    return _EAGER
 
 
 def after_mixer(

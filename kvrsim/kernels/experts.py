@@ -250,9 +250,13 @@ class RoutedExperts:
         first, *_, back = self.layer.mlp
         placement = self.placement
         layer = self.layer
-        every = np.full(1, float(placement.tokens)) if together is None else together
+        tokens = chunk
+        if self.exchange != "none":
+            if together is None:
+                together = np.full(1, float(placement.tokens))
+            tokens = together * placement.load
         return ExpertsCall(
-            tokens=chunk if self.exchange == "none" else every * placement.load,
+            tokens=tokens,
             hidden_size=first.in_features,
             intermediate_size=back.in_features,
             gated=layer.gated_mlp,
@@ -265,17 +269,20 @@ class RoutedExperts:
     @property
     def reach(self) -> float:
         """Share of the tokens that have an expert on a given GPU, if all experts are equally likely."""
-        own = self.layer.num_experts
+        experts = self.layer.num_experts  # on the GPU
         per_tok = self.layer.num_experts_per_tok
-        every = own * self.placement.num_gpus
-        return 1.0 - prod(max(0.0, every - own - draw) / (every - draw) for draw in range(per_tok))
+        total = experts * self.placement.num_gpus
+        return 1.0 - prod(max(0.0, total - experts - draw) / (total - draw) for draw in range(per_tok))
 
     @property
     def dispatched_bytes(self) -> float:
         """Bytes sent per token to a rank that has some of its experts, in the type of the experts' inputs."""
         first, *_ = self.layer.mlp
+        element_bytes: float = self.cost.traits.element_bytes
         kind = GEMM_TYPES.get(first.compute or "")
-        return (kind.input if kind and kind.quantised else self.cost.traits.element_bytes) * first.in_features
+        if kind is not None and kind.quantised:
+            element_bytes = kind.input
+        return element_bytes * first.in_features
 
     @property
     def combined_bytes(self) -> float:
@@ -289,8 +296,12 @@ def expert_products(call: ExpertsCall, *, fused: bool) -> tuple[tuple[Product, .
     The kernels that permute the rows and sum them up are not counted.
     """
     share = call.num_experts_per_tok / call.num_experts
-    up = [call.up_features] if fused else [call.intermediate_size] * (2 if call.gated else 1)
-    into = (Product(call.hidden_size, features, call.num_experts, share, call.compute) for features in up)
+    up = Product(call.hidden_size, call.intermediate_size, call.num_experts, share, call.compute)
     back = Product(call.intermediate_size, call.hidden_size, call.num_experts, share, call.compute)
+    products = [up, back]
+    if fused:
+        products = [up._replace(out_features=call.up_features), back]
+    elif call.gated:
+        products = [up, up, back]
     width = call.num_experts_per_tok * call.intermediate_size
-    return (*into, back), (activation(width, gated=call.gated, fused=fused),)
+    return tuple(products), (activation(width, gated=call.gated, fused=fused),)

@@ -147,8 +147,13 @@ def sum_costs(costs: Sequence[RowCost]) -> RowCost:
         return RowCost(rows_per_step=None, table=sum((cost.table for cost in costs), np.zeros(1)), row_s=row_s)
     step = min(steps)
     rows = step * np.arange(_LAST_STEP + 1, dtype=float)
-    tables = (cost.table if cost.rows_per_step == step else cost(rows) - rows * cost.row_s for cost in costs)
-    return RowCost(rows_per_step=step, table=sum(tables, np.zeros(_LAST_STEP + 1)), row_s=row_s)
+    table = np.zeros(_LAST_STEP + 1)
+    for cost in costs:
+        if cost.rows_per_step == step:
+            table = table + cost.table
+        else:
+            table = table + (cost(rows) - rows * cost.row_s)
+    return RowCost(rows_per_step=step, table=table, row_s=row_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,9 +212,12 @@ class GemmRates:
 
     def measured_shape(self, product: Product) -> MeasuredShape | None:
         """The times of the product's weight matrix; None if not measured."""
-        features = product.in_features, product.out_features
-        same = (shape for shape in self.measured if (shape.in_features, shape.out_features) == features)
-        return next(same, None) if product.num_matrices == 1 else None
+        if product.num_matrices != 1:
+            return None
+        for shape in self.measured:
+            if (shape.in_features, shape.out_features) == (product.in_features, product.out_features):
+                return shape
+        return None
 
     def product_s(self, rows: Array, product: Product, element_bytes: Width) -> Array:
         """Seconds by the formula; for a measured shape, times the interpolated ratio of measured to formula time."""
@@ -250,12 +258,19 @@ def products_of(gemms: Sequence[Gemm], *, fused: bool) -> tuple[Product, ...]:
         Product(gemm.in_features // gemm.groups, gemm.out_features // gemm.groups, gemm.groups, 1.0, gemm.compute)
         for gemm in gemms
     )
-    return join_products(products) if fused else products
+    if fused:
+        return join_products(products)
+    return products
 
 
 def launches(products: Sequence[Product], *, fused: bool) -> int:
     """Number of kernels: products, and passes that quantise inputs. Engines use one kernel for several matrices."""
-    matrices = sum(1 if fused else product.num_matrices for product in products)
-    return matrices + sum(
-        product.compute is not None and GEMM_TYPES[product.compute].quantised > 0 for product in products
-    )
+    kernels = 0
+    for product in products:
+        if fused:
+            kernels += 1
+        else:
+            kernels += product.num_matrices
+        if product.compute is not None and GEMM_TYPES[product.compute].quantised > 0:
+            kernels += 1
+    return kernels

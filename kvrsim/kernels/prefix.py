@@ -139,20 +139,21 @@ def plan_prefix_access(placement: PrefixPlacement, access: PrefixAccess | None, 
     path = placement.path(cluster)
     if cluster.num_gpus == 1:
         return PrefixAccessPlan(source=path, source_name=placement.place)
-    access = access or ("pass-kv" if placement.place == "sharded" else "whole")
+    if access is None:
+        access = "pass-kv" if placement.place == "sharded" else "whole"
+    peers = None
+    if access == "pass-kv":
+        peers = _slowest_path(cluster)
     return PrefixAccessPlan(
-        access=access,
-        num_ranks=cluster.num_gpus,
-        source=path,
-        source_name=placement.place,
-        peers=_slowest_path(cluster) if access == "pass-kv" else None,
+        access=access, num_ranks=cluster.num_gpus, source=path, source_name=placement.place, peers=peers
     )
 
 
 def _slowest_path(cluster: Cluster) -> Path:
     """Slowest path to a neighbour; on a bus with one rank's share of the bandwidth, because all ranks read at once."""
     ranks = cluster.num_gpus
-    path = min(
-        (cluster.path(rank, (rank + 1) % ranks) for rank in range(ranks)), key=lambda one: one.bandwidth_bytes_per_s
-    )
-    return replace(path, bandwidth_bytes_per_s=path.bandwidth_bytes_per_s / ranks) if path.shared_bus else path
+    paths = [cluster.path(rank, (rank + 1) % ranks) for rank in range(ranks)]
+    slowest = min(paths, key=lambda path: path.bandwidth_bytes_per_s)
+    if slowest.shared_bus:
+        slowest = replace(slowest, bandwidth_bytes_per_s=slowest.bandwidth_bytes_per_s / ranks)
+    return slowest

@@ -111,23 +111,32 @@ class KernelRates:
 
     def rates_type(self, compute: str | None) -> str | None:
         """The type that provides the rates of a type of product: itself or the most similar; None: half precision."""
-        return next((one for one in alike(compute) if one in self.gemm_types), None)
+        for kind in alike(compute):
+            if kind in self.gemm_types:
+                return kind
+        return None
 
     def gemm_of(self, compute: str | None, element_bytes: int) -> tuple[GemmRates, Width]:
         """Return the rates of a type of product and the bytes of its operands; `element_bytes` is the dtype's."""
         priced = self.rates_type(compute)
-        return (self.gemm, element_bytes) if priced is None else (self.gemm_types[priced], GEMM_TYPES[priced])
+        if priced is None:
+            return self.gemm, element_bytes
+        return self.gemm_types[priced], GEMM_TYPES[priced]
 
     def head_dims(self, model: ModelSpec) -> tuple[int, ...]:
         """Widths of the heads that are priced by softmax rates; latents that have their own rates are left out."""
-        softmax = Attention if self.latent is not None else Attention | LatentAttention
-        mixers = (layer.mixer for layer in model.layer_kinds)
-        return tuple(sorted({one.head_dim for one in mixers if isinstance(one, softmax) and not one.is_sparse}))
+        widths = set()
+        for layer in model.layer_kinds:
+            mixer = layer.mixer
+            is_softmax = isinstance(mixer, Attention) or (isinstance(mixer, LatentAttention) and self.latent is None)
+            if mixer is not None and is_softmax and not mixer.is_sparse:
+                widths.add(mixer.head_dim)
+        return tuple(sorted(widths))
 
     def is_measured(self, product: Product) -> bool:
         """Whether the weight matrix was timed in the type that the product is priced in."""
-        priced = self.rates_type(product.compute)
-        return (self.gemm if priced is None else self.gemm_types[priced]).measured_shape(product) is not None
+        rates, _ = self.gemm_of(product.compute, 0)  # the bytes of an element do not matter here
+        return rates.measured_shape(product) is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,7 +249,9 @@ class CalibrationProfile:
     def dtypes(self) -> tuple[str, ...]:
         """Types that a request may have: the measured ones, and fp8 if there are rates of FP8 products."""
         measured = self.kernels.rates_type("fp8") in ("fp8", "fp8_block")
-        return (*self.valid.dtypes, *(("fp8",) if measured and "fp8" not in self.valid.dtypes else ()))
+        if measured and "fp8" not in self.valid.dtypes:
+            return (*self.valid.dtypes, "fp8")
+        return self.valid.dtypes
 
     @classmethod
     def read(cls, data: JsonObject) -> CalibrationProfile:
@@ -333,6 +344,8 @@ def profile_of_sibling(profile: CalibrationProfile, measured: GpuSpec, gpu: GpuS
             return old * memory
         if unit in _STEPS:
             return old * slots / compute
-        return max(1, round(old * slots)) if unit in _SLOTS else old
+        if unit in _SLOTS:
+            return max(1, round(old * slots))
+        return old
 
     return replace(profile, kernels=map_fields(profile.kernels, change))

@@ -204,7 +204,10 @@ class RecurrenceRates:
 
     def rates_type(self, kind: str) -> str:
         """The kind that provides the rates: the kind itself, or a similar one."""
-        return next((one for one in (kind, _ALIKE[kind]) if one in self.kinds), next(iter(self.kinds)))
+        for candidate in (kind, _ALIKE[kind]):
+            if candidate in self.kinds:
+                return candidate
+        return next(iter(self.kinds))
 
     def of(self, call: RecurrenceCall) -> KindRates:
         """The rates of the call's kind, or of a similar kind."""
@@ -241,4 +244,5 @@ class RecurrentCost(MixerCost):
 
     @property
     def _sizes(self) -> dict[str, Any]:
-        return {one.name: getattr(self.mixer, one.name) for one in fields(RecurrenceCall) if one.name != "tokens"}
+        names = [field.name for field in fields(RecurrenceCall) if field.name != "tokens"]
+        return {name: getattr(self.mixer, name) for name in names}

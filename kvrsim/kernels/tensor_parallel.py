@@ -63,7 +63,9 @@ class Group:
     def all_reduce_rates(self) -> AllReduceRates | None:
         """Measured all-reduces of this number of GPUs in one node; None if they were not measured."""
         rates = self.inside.path.all_reduce
-        return rates if rates is not None and self.across.size == 1 and rates.covers(self.size) else None
+        if rates is None or self.across.size > 1 or not rates.covers(self.size):
+            return None
+        return rates
 
     @property
     def _launch_s(self) -> float:
@@ -88,11 +90,17 @@ def all_gather(group: Group, nbytes: Array, more_s: float = 0.0) -> Collective:
 
 def group_of(cluster: Cluster, size: int, share: ModelSpec) -> Group:
     """The first group of `size` consecutive GPUs; each GPU holds `share` of a model."""
-    per_node = cluster.gpus_per_node if cluster.topology == "nodes" else None
-    inside, nodes = (size, 1) if per_node is None or size <= per_node else (per_node, size // per_node)
-    flows = cluster.num_gpus if cluster.shares_bandwidth else 1
+    flows = 1
+    if cluster.shares_bandwidth:
+        flows = cluster.num_gpus
+    inside = size
+    if cluster.topology == "nodes" and cluster.gpus_per_node is not None:
+        inside = min(size, cluster.gpus_per_node)
+    nodes = size // inside
     near = _closing_path(cluster, 0, inside - 1)
-    far = _closing_path(cluster, 0, per_node) if nodes > 1 and per_node else near
+    far = near
+    if nodes > 1:
+        far = _closing_path(cluster, 0, inside)
     return Group(
         size=size,
         model=share,
@@ -137,15 +145,15 @@ def one_of(cluster: Cluster, data: int, context: int) -> Cluster:
     """
     if data == 1:
         return cluster
-    one = replace(cluster, num_gpus=cluster.num_gpus // data)
+    group = replace(cluster, num_gpus=cluster.num_gpus // data)
     per_node = cluster.gpus_per_node
     stage = data * context
     if cluster.topology != "nodes" or per_node is None:
-        return one
+        return group
     if per_node % stage == 0:
-        return replace(one, gpus_per_node=per_node // data)
+        return replace(group, gpus_per_node=per_node // data)
     if stage % per_node == 0:
-        return replace(one, gpus_per_node=min(context, per_node))
+        return replace(group, gpus_per_node=min(context, per_node))
     raise InputError("strategies", f"dp{data}", f"stages that nodes of {per_node} ranks divide into, or the reverse")
 
 
@@ -156,9 +164,11 @@ def share_of(model: ModelSpec, size: int) -> ModelSpec:
     head, and whole norms. Raises InputError where the heads do not divide.
     """
     for layer in model.layer_kinds:
-        if (mixer := layer.mixer) is not None and not heads_divide(mixer, size):
-            names = ("value heads", "key heads") if isinstance(mixer, Recurrence) else ("heads", "KV heads")
-            heads = f"the {mixer.num_attention_heads} {names[0]} and {mixer.num_key_value_heads} {names[1]}"
+        mixer = layer.mixer
+        if mixer is not None and not heads_divide(mixer, size):
+            heads = f"the {mixer.num_attention_heads} heads and {mixer.num_key_value_heads} KV heads"
+            if isinstance(mixer, Recurrence):
+                heads = f"the {mixer.num_attention_heads} value heads and {mixer.num_key_value_heads} key heads"
             raise InputError("strategies", f"tp{size}", f"groups that {heads} of {model.name} divide into")
     shares = {layer: _layer_share(layer, size) for layer in model.layer_kinds}
     return replace(

@@ -67,7 +67,9 @@ def add_model(
     """
     snapshot = _hub_folder(source)
     path = config_path(str(snapshot or source), argument)
-    name = name or (source.rpartition("/")[2] if snapshot else _name_of(path))
+    if not name and snapshot:
+        name = source.rpartition("/")[2]
+    name = name or _name_of(path)
     if not re.fullmatch(r"[\w.][\w.-]*", name) or name in builtin_models():
         raise InputError("name", name, "letters, digits, dots and hyphens, and no built-in name")
     config = _read_config(path, argument)
@@ -106,9 +108,9 @@ def load_model(
         same = load_model(known.shape, argument)
         positions = known.max_position_embeddings or same.max_position_embeddings
         model = replace(same, name=known.name, max_position_embeddings=positions)
-        return (
-            model if known.suffix is None else quantized_by_name(model, name.lower().rpartition("/")[0], known.suffix)
-        )
+        if known.suffix is not None:
+            model = quantized_by_name(model, name.lower().rpartition("/")[0], known.suffix)
+        return model
     path = config_path(name, argument)
     if name not in builtin_models():
         name = _name_of(path) or name
@@ -134,7 +136,9 @@ def _thaw(content: JsonObject, name: str) -> ModelSpec:
 
 
 def _name_of(path: Path) -> str:
-    return path.resolve().parent.name if path.name == "config.json" else path.stem
+    if path.name == "config.json":
+        return path.resolve().parent.name
+    return path.stem
 
 
 class KnownShape(NamedTuple):
@@ -162,7 +166,9 @@ def known_shape(name: str) -> KnownShape | None:
     for whole, quantised in candidates:
         base = _TUNED.sub("", whole)
         for short in dict.fromkeys((whole, base, base.removeprefix("meta-"))):
-            known_name = short if quantised is None else f"{short}-{quantised}"
+            known_name = short
+            if quantised is not None:
+                known_name = f"{short}-{quantised}"
             if short in names:
                 positions = names[short].get("max_position_embeddings")
                 return KnownShape(known_name, names[short]["shape"], positions, quantised)
@@ -188,7 +194,9 @@ def config_path(name: str, argument: str) -> Path:
     """The config.json of a built-in name, of a path to the file or of a path to its folder."""
     if name in builtin_models():
         return _DATA / "models" / f"{name}.json"
-    path = own_folder() / name if name in own_models() else Path(name)
+    path = Path(name)
+    if name in own_models():
+        path = own_folder() / name
     try:
         is_folder = path.is_dir()
         exists = bool(name.strip()) and path.exists()
@@ -202,12 +210,15 @@ def config_path(name: str, argument: str) -> Path:
 
         last = name[:100].lower().rpartition("/")[2]
         near = get_close_matches(last, (*builtin_models(), *own_models()), n=5, cutoff=0.5)
-        some = f", such as {', '.join(near)}" if near else ""
-        accepted = f"a path to a config.json or its folder, or one of what `kvrsim models list` lists{some}"
+        accepted = "a path to a config.json or its folder, or one of what `kvrsim models list` lists"
+        if near:
+            accepted += f", such as {', '.join(near)}"
         if name.count("/") == 1 or suffix_of(last) is not None:
             accepted += "; for a quantised checkpoint, its config.json, or a model of its shape with --dtype fp8"
         raise InputError(argument, name, accepted)
-    return path / "config.json" if is_folder else path
+    if is_folder:
+        return path / "config.json"
+    return path
 
 
 def checkpoint_files(name: str) -> tuple[Path, ...]:
@@ -232,18 +243,23 @@ def read_config(config: JsonObject, name: str, on_progress: OnProgress | None = 
             if not any(text.has(key) for key in names):
                 raise text.error(names[0], "a whole number")
     _check_architecture(text)
-    model = _pruned_llama(text, name) if model_type in ("nemotron-nas", "deci") else read_type(text, name, on_progress)
+    if model_type in ("nemotron-nas", "deci"):
+        model = _pruned_llama(text, name)
+    else:
+        model = read_type(text, name, on_progress)
     if all(layer.mixer is None for layer in model.layers):
         raise InputError(text.where, "no layer with attention or a state", "a model whose tokens see each other")
     positions = text.first_of("max_position_embeddings", "n_positions", "seq_length")
-    further = any(text.integer(key, 0, minimum=0) for key in _FURTHER_KEYS)
-    notes = dict.fromkeys((*left_out, *([FURTHER_TOKENS] if further else []), *model.approximations))
+    notes = list(left_out)
+    if any(text.integer(key, 0, minimum=0) for key in _FURTHER_KEYS):
+        notes.append(FURTHER_TOKENS)
+    notes += model.approximations
     model = replace(
         model,
         model_type=model_type,
         dtype=_dtype_of(text) or _dtype_of(config),
         max_position_embeddings=text.integer(positions) if text.has(positions) else None,
-        approximations=tuple(notes),
+        approximations=tuple(dict.fromkeys(notes)),
     )
     return read_quantization(text, model)
 
@@ -256,8 +272,8 @@ def _check_architecture(config: JsonObject) -> None:
     model_type = config.text("model_type")
     known = template.targets()
     plain = template.plain_type(model_type)
-    theirs = known.get(template.plain_type(architecture))
-    if theirs is not None and not theirs & known.get(plain, {plain}):
+    types = known.get(template.plain_type(architecture))
+    if types is not None and not types & known.get(plain, {plain}):
         accepted = (
             f"a class of model_type {model_type}; this class belongs to another model_type: correct one of the keys"
         )
@@ -267,13 +283,17 @@ def _check_architecture(config: JsonObject) -> None:
 def _architecture(config: JsonObject) -> str | None:
     """The first class that the file names."""
     names = config.fields.get("architectures")
-    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
+    if isinstance(names, list) and names and isinstance(names[0], str):
+        return names[0]
+    return None
 
 
 def _dtype_of(config: JsonObject) -> str | None:
     """Dtype of a checkpoint's weights, from either key of transformers; None: absent or converted by engines."""
     name = config.fields.get("dtype") or config.fields.get("torch_dtype")
-    return _DTYPES.get(name) if isinstance(name, str) else None
+    if not isinstance(name, str):
+        return None
+    return _DTYPES.get(name)
 
 
 def read_type(config: JsonObject, name: str, on_progress: OnProgress | None = None) -> ModelSpec:
@@ -285,12 +305,17 @@ def read_type(config: JsonObject, name: str, on_progress: OnProgress | None = No
         heads = plain.fields.get("num_attention_heads")
         if isinstance(usual, int) and isinstance(heads, int) and heads % usual:  # no groups: one KV head per head
             plain = replace(plain, fields={**plain.fields, "num_key_value_heads": heads})
-    model = None if data is None else template.fill(data, plain, name, own="as" not in template.remote_type(config))
+    model = None
+    if data is not None:
+        model = template.fill(data, plain, name, own="as" not in template.remote_type(config))
     if model is None:
+        faults: list[str] = []
+        if data is not None:
+            faults = keys_at_fault(data, plain)
         if on_progress is not None:
             text = f"reading the class of model_type {plain.text('model_type')} with torch, which takes tens of seconds"
             on_progress(0, None, text)
-        model = _from_class(plain, name, _architecture(config), [] if data is None else keys_at_fault(data, plain))
+        model = _from_class(plain, name, _architecture(config), faults)
     return template.adapt(config, model)
 
 
@@ -337,8 +362,11 @@ def _from_class(config: JsonObject, name: str, architecture: str | None, faults:
         model: ModelSpec = reader.read_class(config.fields, name)
     except reader.RefusedError as error:
         raise InputError(place, f"{model_type} ({error})", "a decoder-only model of parts that kvrsim knows") from None
-    notes = [f"not used, because model_type {model_type} has no such keys: {', '.join(unused)}"] if unused else []
-    return replace(model, approximations=(*model.approximations, *notes), from_class=True)
+    approximations = model.approximations
+    if unused:
+        keys = ", ".join(unused)
+        approximations = (*approximations, f"not used, because model_type {model_type} has no such keys: {keys}")
+    return replace(model, approximations=approximations, from_class=True)
 
 
 def read_text_part(config: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
@@ -367,10 +395,13 @@ def read_text_part(config: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
 
 def _pruned_llama(config: JsonObject, name: str) -> ModelSpec:
     """Read DeciLM: each layer is Llama's with its own widths, or has no attention or no MLP."""
-    heads, hidden = (config.integer(key, maximum=MAX_WIDTH) for key in ("num_attention_heads", "hidden_size"))
-    key_heads = config.sequence("num_key_value_heads_per_layer")  # key of DeciLM-7B; later models have block_configs
-    groups = [{"attention": {"n_heads_in_group": heads // max(1, int(one))}, "ffn": {}} for one in key_heads]
-    blocks = [config.inner(one, "") for one in groups] or config.children("block_configs")
+    heads = config.integer("num_attention_heads", maximum=MAX_WIDTH)
+    hidden = config.integer("hidden_size", maximum=MAX_WIDTH)
+    blocks = []
+    for kv_heads in config.sequence("num_key_value_heads_per_layer"):  # of DeciLM-7B; later ones have block_configs
+        group = heads // max(1, int(kv_heads))
+        blocks.append(config.inner({"attention": {"n_heads_in_group": group}, "ffn": {}}, ""))
+    blocks = blocks or config.children("block_configs")
     if len(blocks) != config.integer("num_hidden_layers", maximum=MAX_LAYERS):
         raise config.error("block_configs", "an array with an entry per layer")
     plain = config.without("block_configs", "num_key_value_heads_per_layer", "num_key_value_heads")
@@ -388,8 +419,8 @@ def _pruned_llama(config: JsonObject, name: str) -> ModelSpec:
         inner = mlp.integer("intermediate_size", config.integer("intermediate_size", hidden), maximum=MAX_WIDTH)
         if mlp.has("ffn_mult"):
             inner = 256 * -(-max(1, int(2 * mlp.number("ffn_mult", maximum=1000) * hidden / 3)) // 256)
-        own = {"num_hidden_layers": 1, "num_key_value_heads": heads // group, "intermediate_size": inner}
-        model = read_type(replace(plain, fields={**plain.fields, **own, "model_type": "llama"}), name)
+        widths = {"num_hidden_layers": 1, "num_key_value_heads": heads // group, "intermediate_size": inner}
+        model = read_type(replace(plain, fields={**plain.fields, **widths, "model_type": "llama"}), name)
         (layer,) = model.layers
         assert isinstance(layer.mixer, Attention)
         if attention.has("window_length"):

@@ -33,8 +33,12 @@ class LayerSpec:
     @property
     def matrices(self) -> tuple[Gemm, ...]:
         """All weight matrices except those of experts."""
-        mixer = () if self.mixer is None else self.mixer.matrices
-        return (*mixer, *([self.router] if self.router else []), *self.shared_mlp)
+        matrices = list(self.shared_mlp)
+        if self.router is not None:
+            matrices.insert(0, self.router)
+        if self.mixer is not None:
+            matrices[:0] = self.mixer.matrices
+        return tuple(matrices)
 
     @property
     def num_parameters(self) -> int:
@@ -118,8 +122,10 @@ class ModelSpec:
     @property
     def head_parameters(self) -> int:
         """Parameters after the last layer that are not the embedding's: the final norm, and the head if not tied."""
-        tied = self.vocab_size * self.hidden_size if self.tie_word_embeddings else 0
-        return self.final_norm_parameters + self.lm_head.num_parameters - tied
+        parameters = self.final_norm_parameters + self.lm_head.num_parameters
+        if self.tie_word_embeddings:
+            parameters -= self.vocab_size * self.hidden_size
+        return parameters
 
     @property
     def _other_parameters(self) -> int:
@@ -142,9 +148,12 @@ class ModelSpec:
 
     def head_bytes(self, bytes_per_element: int) -> int:
         """Bytes of all weights after the last layer, without a head that is the embedding."""
-        head = 0 if self.tie_word_embeddings else self.lm_head.weight_bytes(bytes_per_element)
-        bias = self.lm_head.out_features if self.tie_word_embeddings and self.lm_head.bias else 0
-        return head + (self.final_norm_parameters + bias) * bytes_per_element
+        nbytes = self.final_norm_parameters * bytes_per_element
+        if not self.tie_word_embeddings:
+            return nbytes + self.lm_head.weight_bytes(bytes_per_element)
+        if self.lm_head.bias:
+            nbytes += self.lm_head.out_features * bytes_per_element
+        return nbytes
 
     @property
     def main_mixer(self) -> Mixer:
@@ -170,8 +179,9 @@ class ModelSpec:
 
     def cached_element_bytes(self, bytes_per_element: int) -> float:
         """Bytes of an element of the cache; a quantised cache has the bytes of its quantisation."""
-        cache_bits = None if self.quantization is None else self.quantization.kv_cache_bits
-        return bytes_per_element if cache_bits is None else cache_bits / 8
+        if self.quantization is None or self.quantization.kv_cache_bits is None:
+            return bytes_per_element
+        return self.quantization.kv_cache_bits / 8
 
     def cache_bytes(self, tokens: int, bytes_per_element: int) -> float:
         """Bytes of the caches and states of `tokens` tokens in all layers."""
@@ -200,7 +210,9 @@ def mixer_title(layer: LayerSpec) -> str:
     """Short name of a layer's mixer; for a layer without a mixer, its kind."""
     if layer.mixer is not None:
         return layer.mixer.title
-    return "experts alone" if layer.num_experts else "MLP alone"
+    if layer.num_experts:
+        return "experts alone"
+    return "MLP alone"
 
 
 def describe_mixers(model: ModelSpec) -> str:
@@ -212,4 +224,6 @@ def describe_parameters(parameters: int) -> str:
     """Format a number of parameters: "8.0 B", small models with one more digit, trillions with T."""
     if parameters >= 1e12:
         return f"{parameters / 1e12:.2f} T"
-    return f"{parameters / 1e9:.1f} B" if parameters >= 1e9 else f"{parameters / 1e9:.2f} B"
+    if parameters >= 1e9:
+        return f"{parameters / 1e9:.1f} B"
+    return f"{parameters / 1e9:.2f} B"

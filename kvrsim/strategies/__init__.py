@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 
 from kvrsim.errors import InputError
 from kvrsim.layout import Degrees, parse_degrees
@@ -25,6 +26,7 @@ STRATEGIES = {
         *(TENSOR_PARALLEL, PIPELINE, PIPELINE_SEARCHED),
     )
 }
+_POWERS = tuple(2**exponent for exponent in range(17))  # sizes of hybrids that plans consider
 # Baselines of speed-ups: a plan uses the first one that fits.
 BASELINES = tuple(
     sorted(
@@ -82,15 +84,21 @@ def _of_sizes(degrees: Degrees) -> Strategy:
     if degrees.pieces == "none":
         if degrees.scheme is not None:
             return _with_degrees(STRATEGIES[degrees.scheme], degrees)
-        return SINGLE if degrees == SINGLE.degrees else _with_degrees(TENSOR_PARALLEL, degrees)
-    base = PIPELINE_SEARCHED if degrees.pieces == "searched" else PIPELINE
+        if degrees == SINGLE.degrees:
+            return SINGLE
+        return _with_degrees(TENSOR_PARALLEL, degrees)
+    base = PIPELINE
+    if degrees.pieces == "searched":
+        base = PIPELINE_SEARCHED
     if degrees.scheme is None:
         sized = _with_degrees(base, degrees)
         if degrees.pipeline != 1:
             return sized
         return replace(sized, title=_title("chunked prefill: prompt in pieces", degrees))
     inside = STRATEGIES[degrees.scheme]
-    stages = "pipeline of layers" if degrees.pipeline is None else f"{degrees.pipeline} stages"
+    stages = "pipeline of layers"
+    if degrees.pipeline is not None:
+        stages = f"{degrees.pipeline} stages"
     title = f"{stages}, context over {degrees.context} ranks"
     source = f"{base.source}; inside a stage: {inside.source}"
     return _with_degrees(replace(base, title=title, source=source, layer=inside.layer), degrees)
@@ -100,30 +108,40 @@ def _with_degrees(base: Strategy, degrees: Degrees) -> Strategy:
     """A strategy with other sizes, which appear in its name, title and sources."""
     if degrees == base.degrees:
         return base
+    if base is TENSOR_PARALLEL:
+        return replace(base, name=degrees.name, title=_title("", degrees), degrees=degrees)
     source = base.source
-    if degrees.tensor != 1 and base is not TENSOR_PARALLEL:
+    if degrees.tensor != 1:
         source = f"{TENSOR_PARALLEL.source}; {source}"
-    title = _title("" if base is TENSOR_PARALLEL else base.title, degrees)
+    title = _title(base.title, degrees)
     return replace(base, name=degrees.name, title=title, source=source, degrees=degrees)
 
 
 def _title(inside: str, degrees: Degrees) -> str:
     """Title of a strategy with other sizes. inside: title of what is between the groups of tensor parallelism."""
-    parts = list[str]()
-    if degrees.data != 1:
-        parts.append("prompts over groups" if degrees.data is None else f"prompts over {degrees.data} groups")
-    if degrees.tensor != 1:
-        parts.append("tensor parallelism" if degrees.tensor is None else f"tensor parallelism by {degrees.tensor}")
+    parts: list[str] = []
+    if degrees.data is None:
+        parts.append("prompts over groups")
+    elif degrees.data != 1:
+        parts.append(f"prompts over {degrees.data} groups")
+    if degrees.tensor is None:
+        parts.append("tensor parallelism")
+    elif degrees.tensor != 1:
+        parts.append(f"tensor parallelism by {degrees.tensor}")
     if inside:
         parts.append(inside)
-    if degrees.experts != "default":
-        parts.append("experts spread" if degrees.experts == "ep" else "experts copied")
+    if degrees.experts == "ep":
+        parts.append("experts spread")
+    elif degrees.experts != "default":
+        parts.append("experts copied")
     return "; ".join(parts)
 
 
 def label_of(strategy: str | Strategy) -> str:
     """Name of a strategy as the user gave it, for records of inputs."""
-    return strategy if isinstance(strategy, str) else strategy.name
+    if isinstance(strategy, Strategy):
+        return strategy.name
+    return strategy
 
 
 def searched_strategy(strategy: str | Strategy, parameter: str = "strategy") -> Strategy:
@@ -141,7 +159,7 @@ def chain_like(strategy: Strategy) -> Strategy:
 
 def hybrid_names(sizes: Sequence[int]) -> tuple[str, ...]:
     """Names of the hybrids tpN+NAME in `all`, for these sizes N."""
-    return tuple(f"tp{size}+{name}" for size in sizes for name in usual_names("hybrids"))
+    return tuple(f"tp{size}+{name}" for size, name in product(sizes, usual_names("hybrids")))
 
 
 def rare_names(num_gpus: int, *, is_mixture: bool) -> tuple[str, ...]:
@@ -150,23 +168,38 @@ def rare_names(num_gpus: int, *, is_mixture: bool) -> tuple[str, ...]:
     These are hybrids with strategies that are rarely the fastest, and every split into tensor, pipeline, context and
     data ranks. is_mixture: also with experts spread over all GPUs of a stage.
     """
-    powers = [2**exponent for exponent in range(17) if num_gpus % 2**exponent == 0]
+    powers = [power for power in _POWERS if num_gpus % power == 0]
     usual = usual_names("hybrids")
-    rare = [one.name for one in STRATEGIES.values() if _is_in_hybrids(one) and one.name not in usual]
-    names = []
+    names: list[str] = []
     for tensor in powers:
-        head = f"tp{tensor}+" * (tensor > 1)
         if 1 < tensor < num_gpus:
-            names += [f"{head}{name}" for name in rare]
-        for stages in [power for power in powers if num_gpus % (tensor * power) == 0]:
+            for strategy in STRATEGIES.values():
+                if _is_in_hybrids(strategy) and strategy.name not in usual:
+                    names.append(f"tp{tensor}+{strategy.name}")
+        for stages in powers:
+            if num_gpus % (tensor * stages):
+                continue
             rest = num_gpus // (tensor * stages)
-            middle = f"pp{stages}+" * (stages > 1)
-            layouts = [f"{head}{middle}{part}{rest}{end}" for part, end in (("cp", ""), ("cp", "-i"), ("dp", ""))]
-            if rest == 1:
-                layouts = [f"{head}{middle}".removesuffix("+")] * (stages > 1)
-            names += [layout for layout in layouts if layout not in STRATEGIES]
-            names += [f"{layout}+ep{tensor * rest}" for layout in layouts if is_mixture and tensor * rest > 1]
+            for layout in _layouts(tensor, stages, rest):
+                if layout not in STRATEGIES:
+                    names.append(layout)
+                if is_mixture and tensor * rest > 1:
+                    names.append(f"{layout}+ep{tensor * rest}")
     return tuple(dict.fromkeys(names))
+
+
+def _layouts(tensor: int, stages: int, rest: int) -> list[str]:
+    """Names of the layouts with these sizes, where `rest` ranks of each stage split context or batch."""
+    head = ""
+    if tensor > 1:
+        head += f"tp{tensor}+"
+    if stages > 1:
+        head += f"pp{stages}+"
+    if rest > 1:
+        return [f"{head}cp{rest}", f"{head}cp{rest}-i", f"{head}dp{rest}"]
+    if stages > 1:
+        return [head.removesuffix("+")]
+    return []
 
 
 def sizes_names(num_gpus: int, together: int) -> tuple[str, ...]:
@@ -175,10 +208,13 @@ def sizes_names(num_gpus: int, together: int) -> tuple[str, ...]:
     They use all GPUs; all sizes except the number of stages are powers of two.
     together: largest number of GPUs of a stage.
     """
-    powers = [2**exponent for exponent in range(17) if 2**exponent <= together]
-    pairs = [(tensor, context) for tensor in powers for context in powers[1:] if tensor * context <= together]
-    return tuple(
-        f"tp{tensor}+" * (tensor > 1) + f"pp{num_gpus // (tensor * context)}+cp{context}"
-        for tensor, context in pairs
-        if num_gpus % (tensor * context) == 0 and num_gpus > tensor * context
-    )
+    names = []
+    for tensor, context in product(_POWERS, _POWERS[1:]):
+        of_stage = tensor * context
+        if of_stage > together or num_gpus % of_stage or num_gpus == of_stage:
+            continue
+        name = f"pp{num_gpus // of_stage}+cp{context}"
+        if tensor > 1:
+            name = f"tp{tensor}+{name}"
+        names.append(name)
+    return tuple(names)

@@ -87,7 +87,8 @@ class Strategy:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise InputError("name", self.name, "a strategy's name without spaces, commas and colons")
-        if self.partition_rule not in (rules := get_args(PartitionRule)):
+        rules = get_args(PartitionRule)
+        if self.partition_rule not in rules:
             raise InputError("partition_rule", self.partition_rule, f"one of {', '.join(rules)}")
         if not self.query_blocks or list(self.query_blocks) != sorted({*self.query_blocks} - {0}):
             raise InputError("query_blocks", self.query_blocks, "rising numbers of calls, at least 1")
@@ -137,7 +138,7 @@ class Step:
 
     def _seconds(self, name: str, rank: int, seconds_of: Callable[..., Array], *prefix: Array) -> Array:
         """Seconds of a rank's chunk; computed once for all ranks where the prefix is all tokens before the chunk."""
-        if self.chunks[0] is self.chunks[-1] or any(one is not self.starts[rank] for one in prefix):
+        if self.chunks[0] is self.chunks[-1] or any(tokens is not self.starts[rank] for tokens in prefix):
             return seconds_of(self.chunks[rank], *prefix)
         if name not in self._rows:
             self._rows[name] = seconds_of(self.lengths, *[self.begins] * len(prefix))
@@ -208,8 +209,9 @@ class Step:
 
     def attention_to(self, name: str, tokens: Array, start: Array) -> Compute:
         """Attention of some of the rank's queries, the first at `start`, to all keys up to their own."""
-        some = np.maximum(tokens, 1.0)
-        return self._attention(name, some, start, self.costs.mixer.attention_s(some, start) * (tokens > 0))
+        least_one = np.maximum(tokens, 1.0)  # costs are not defined for no token
+        device_s = self.costs.mixer.attention_s(least_one, start) * (tokens > 0)
+        return self._attention(name, least_one, start, device_s)
 
     def attention_share(self, rank: int) -> Compute:
         """Attention of the rank's tokens, spread evenly over the context, to all keys up to their own."""

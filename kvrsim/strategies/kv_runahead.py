@@ -49,9 +49,11 @@ def direct_layer(step: Step, rank: int) -> Iterator[Op]:
 
 def whole_queries(model: ModelSpec, ranks: int) -> str | None:
     """The requirement of query blocks that a model does not meet; None if it meets all."""
-    mixers = [layer.mixer for layer in model.layer_kinds if layer.mixer is not None]
-    others = [one for one in mixers if not isinstance(one, Attention | Recurrence) or one.is_sparse]
-    return f"attention to K and V of heads; {model.name} has {others[0].title}" if others else None
+    for layer in model.layer_kinds:
+        mixer = layer.mixer
+        if mixer is not None and (mixer.is_sparse or not isinstance(mixer, Attention | Recurrence)):
+            return f"attention to K and V of heads; {model.name} has {mixer.title}"
+    return None
 
 
 KVR_S = Strategy(

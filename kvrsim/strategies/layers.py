@@ -92,10 +92,12 @@ def request(scenario: Scenario, chunk: Array, contexts: Sequence[int] | None = N
     contexts: tokens of each prompt, if several begin together; None: the scenario's request.
     """
     host = scenario.host
-    here = scenario.request
-    each = [here.batch * here.context_len] if contexts is None else contexts
-    seconds = sum(host.request_s + host.token_s * tokens for tokens in each)
-    return (_hold("request", chunk, seconds),) if seconds else ()
+    if contexts is None:
+        contexts = [scenario.request.batch * scenario.request.context_len]
+    seconds = sum(host.request_s + host.token_s * tokens for tokens in contexts)
+    if not seconds:
+        return ()
+    return (_hold("request", chunk, seconds),)
 
 
 def before_step(scenario: Scenario, chunk: Array, keys: Array, cost: CostModel) -> tuple[Op, ...]:
@@ -104,7 +106,9 @@ def before_step(scenario: Scenario, chunk: Array, keys: Array, cost: CostModel) 
         return ()
     host = scenario.host
     element_s = scenario.profile.kernels.elementwise.mask_element_s
-    ops = [_hold("step", chunk, host.step_s, host.prepare_s)] if host.step_s or host.prepare_s else []
+    ops = []
+    if host.step_s or host.prepare_s:
+        ops.append(_hold("step", chunk, host.step_s, host.prepare_s))
     if element_s and scenario.kernel != "flash":  # flash kernels take no mask
         ops.append(Compute(name="mask", device_s=cost.mask_s(chunk * keys), kind="embedding"))
     return tuple(ops)
@@ -112,7 +116,8 @@ def before_step(scenario: Scenario, chunk: Array, keys: Array, cost: CostModel) 
 
 def _hold(name: str, chunk: Array, seconds: float, host_s: float | None = None) -> Compute:
     """Operation in which the device waits `seconds` for the software; `host_s` is the host's time, None: `seconds`."""
-    host_s = seconds if host_s is None else host_s
+    if host_s is None:
+        host_s = seconds
     return Compute(name=name, device_s=np.full_like(chunk, seconds), host_s=host_s, kind="request")
 
 
@@ -124,7 +129,7 @@ def decode_step(scenario: PlacedScenario, context: Array, cost: CostModel) -> tu
     """
     if scenario.engine is None or not scenario.engine.decode_step:
         return ()
-    one = np.ones_like(context)
+    token = np.ones_like(context)
     summed = scenario.request.batch * scenario.share.hidden_size
     device_s = np.zeros_like(context)
     reduce_s = np.zeros_like(context)
@@ -132,9 +137,9 @@ def decode_step(scenario: PlacedScenario, context: Array, cost: CostModel) -> tu
     group = scenario.group
     for kind in scenario.share.layer_kind_index:
         costs = layers[kind]
-        device_s = device_s + costs.qkv_s(one) + costs.decode_attention_s(context) + costs.output_mlp_s(one)
+        device_s = device_s + costs.qkv_s(token) + costs.decode_attention_s(context) + costs.output_mlp_s(token)
         if group is not None:
-            nbytes = one * float(summed * scenario.request.dtype_bytes)
+            nbytes = token * float(summed * scenario.request.dtype_bytes)
             reduce_s = reduce_s + costs.num_sums * (scenario.host.collective_s + group.all_reduce_s(nbytes))
     host_s = scenario.host.layer_s * len(scenario.share.layer_kind_index)
     ops: list[Op] = [Compute(name="decode step", device_s=device_s, host_s=host_s, kind="head")]
@@ -164,7 +169,9 @@ def last(
 def head(scenario: PlacedScenario, chunk: Array, cost: CostModel, prompts: int = 1) -> tuple[Op, ...]:
     """Final norm and logits of each prompt's last token or, as in Hugging Face's code of 2023, of all tokens."""
     head = scenario.share.lm_head
-    tokens = chunk if cost.traits.head_on_all_tokens else np.full_like(chunk, prompts)
+    tokens = np.full_like(chunk, prompts)
+    if cost.traits.head_on_all_tokens:
+        tokens = chunk
     product = Product(head.in_features, head.out_features, compute=head.compute)
     logits = Compute(name="head", device_s=cost.head_s(tokens, product), kind="head")
     if scenario.group is None:
@@ -244,15 +251,20 @@ def prefix_load(strategy: Strategy, step: Step, rank: int) -> Load | None:
     if costs.has_state:
         return costs.setting.prefix.load_own(costs.prefix_bytes)
     by_heads = strategy.splits_heads and costs.setting.prefix.access == "whole" and step.num_ranks > 1
-    needed = costs.on_heads(step.num_ranks) if by_heads else costs
-    return costs.setting.prefix.load(needed.prefix_bytes, reads_peers=not strategy.carries_prefix)
+    prefix_bytes = costs.prefix_bytes
+    if by_heads:
+        prefix_bytes = costs.on_heads(step.num_ranks).prefix_bytes
+    return costs.setting.prefix.load(prefix_bytes, reads_peers=not strategy.carries_prefix)
 
 
 def _insert(ops: Iterable[Op], load: Load) -> Iterator[Op]:
-    """Insert a load after the projections of a layer."""
+    """Insert a load after the projections of a layer; at its start if it has none."""
     program = list(ops)
-    kinds = [op.kind if isinstance(op, Compute) else None for op in program]
-    first = kinds.index("qkv") + 1 if "qkv" in kinds else 0
+    first = 0
+    for number, op in enumerate(program, start=1):
+        if isinstance(op, Compute) and op.kind == "qkv":
+            first = number
+            break
     yield from (*program[:first], load, *program[first:])
 
 
@@ -260,7 +272,9 @@ def supported_prefix_access(strategy: Strategy, placement: PrefixPlacement, rank
     """The ways in which the strategy's ranks may attend to a prefix with this placement."""
     if ranks == 1 or placement.place == "all" or strategy.pipeline is not None:
         return ("whole",)
-    return ("pass-kv",) if placement.place == "sharded" else ("whole", "pass-kv")
+    if placement.place == "sharded":
+        return ("pass-kv",)
+    return ("whole", "pass-kv")
 
 
 def _experts(step: Step, rank: int) -> Iterator[Op]:
@@ -270,21 +284,23 @@ def _experts(step: Step, rank: int) -> Iterator[Op]:
     if routed is None or routed.exchange == "none":
         return
     placement = routed.placement
-    own = step.chunks[rank]
+    chunk = step.chunks[rank]
     if placement.gather is not None:  # ranks with equal shares, which arrive together
-        together = own * placement.layout.context if ranks < placement.layout.context else step.lengths.sum(axis=0)
+        together = step.lengths.sum(axis=0)
+        if ranks < placement.layout.context:
+            together = chunk * placement.layout.context
         tokens = together * (step.costs.setting.batch * placement.load)
         more_s = step.costs.setting.host.collective_s
         yield all_gather(placement.gather, tokens * routed.combined_bytes, more_s)
-        yield Compute(name="experts", device_s=routed.seconds(own, together), kind="output+mlp")
+        yield Compute(name="experts", device_s=routed.seconds(chunk, together), kind="output+mlp")
         yield all_gather(placement.gather, tokens * routed.combined_bytes, more_s)._replace(name="reduce-scatter")
         return
     sent_tokens = step.costs.setting.batch * routed.reach  # per token of a chunk, to each other rank
-    experts = Compute(name="experts", device_s=routed.seconds(own), kind="output+mlp")
+    experts = Compute(name="experts", device_s=routed.seconds(chunk), kind="output+mlp")
     if ranks == 1:  # a part of the ranks: only their computation counts
         yield experts
         return
-    there = own * (sent_tokens * routed.dispatched_bytes)
+    there = chunk * (sent_tokens * routed.dispatched_bytes)
     yield AllToAll(nbytes=np.broadcast_to(there, (ranks - 1, *there.shape)), payload="tokens")
     yield experts
     back = step.lengths_twice[rank + 1 : rank + ranks] * (sent_tokens * routed.combined_bytes)
@@ -310,20 +326,24 @@ def placement_refusal(strategy: Strategy, placement: PrefixPlacement) -> str | N
 
 def refusal(strategy: Strategy, model: ModelSpec, ranks: int) -> str | None:
     """The requirement that a model and number of ranks do not meet; None if they meet all."""
-    stages = 1
+    divisions = ranks  # ranks, or stages of a pipeline
     context = ranks
     if strategy.pipeline is not None:
         context = strategy.degrees.context or 1
-        stages = ranks // context
-    if strategy.refuses is not None and (why := strategy.refuses(model, stages if strategy.pipeline else ranks)):
-        return why
+        divisions = ranks // context
+    if strategy.refuses is not None:
+        reason = strategy.refuses(model, divisions)
+        if reason:
+            return reason
     if context == 1:
         return None
     mixers = [layer.mixer for layer in model.layer_kinds if layer.mixer is not None]
-    states = [mixer for mixer in mixers if isinstance(mixer, Recurrence)]
-    if states and not strategy.passes_state:
-        return f"layers without a state to hand on in order; {model.name} has {states[0].title}"
-    whole = [mixer for mixer in mixers if mixer.is_sparse]
-    if whole and strategy.merges_blocks:
-        return f"attention that can be merged from blocks of keys; {model.name} has {whole[0].title}"
+    if not strategy.passes_state:
+        for mixer in mixers:
+            if isinstance(mixer, Recurrence):
+                return f"layers without a state to hand on in order; {model.name} has {mixer.title}"
+    if strategy.merges_blocks:
+        for mixer in mixers:
+            if mixer.is_sparse:
+                return f"attention that can be merged from blocks of keys; {model.name} has {mixer.title}"
     return None

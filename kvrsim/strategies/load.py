@@ -33,13 +33,14 @@ def from_file(text: str, parameter: str) -> Strategy:
             code = file.read()
     except OSError as error:
         raise InputError(parameter, text, f"FILE.py:NAME with a file to read ({error.strerror})") from None
-    module = _modules.get(key := (path.resolve(), status.st_mtime_ns, status.st_size))
-    if module is None:
-        module = _modules[key] = _run(path, code, text, parameter)
-    strategies = [name for name, value in vars(module).items() if isinstance(value, Strategy)]
+    key = (path.resolve(), status.st_mtime_ns, status.st_size)
+    if key not in _modules:
+        _modules[key] = _run(path, code, text, parameter)
+    module = _modules[key]
     if not matched[2] or not hasattr(module, matched[2]):
-        names = f"{path.name} has {', '.join(strategies)}" if strategies else f"{path.name} has none"
-        raise InputError(parameter, text, f"FILE.py:NAME with the name of a Strategy; {names}")
+        names = [name for name, value in vars(module).items() if isinstance(value, Strategy)]
+        names_text = ", ".join(names) or "none"
+        raise InputError(parameter, text, f"FILE.py:NAME with the name of a Strategy; {path.name} has {names_text}")
     value = getattr(module, matched[2])
     if not isinstance(value, Strategy):
         raise InputError(parameter, text, f"the name of a kvrsim Strategy, which a {type(value).__name__} is not")
@@ -70,8 +71,11 @@ def where(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"line {error.lineno} of {Path(error.filename or '').name}: SyntaxError: {error.msg}"
     text = f"{type(error).__name__}: {error}".rstrip(": ")
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_library(Path(frame.filename))]
-    return f"line {own[-1].lineno} of {Path(own[-1].filename).name}: {text}" if own else text
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if not _is_library(path):
+            return f"line {frame.lineno} of {path.name}: {text}"
+    return text
 
 
 def _is_library(path: Path) -> bool:

@@ -51,7 +51,9 @@ def stages(strategy: Strategy, num_layers: int, num_ranks: int) -> tuple[range, 
 
 def context_ranks(strategy: Strategy) -> int:
     """Number of ranks per stage of a pipeline; 1 without a pipeline."""
-    return 1 if strategy.pipeline is None else strategy.degrees.context or 1
+    if strategy.pipeline is None:
+        return 1
+    return strategy.degrees.context or 1
 
 
 def tokens_of(strategy: Strategy, partition: Sequence[int], rank: int) -> int:
@@ -125,8 +127,10 @@ def program(scenario: PlacedScenario, strategy: Strategy, pieces: Sequence[Array
 
     @cache
     def of_layer(piece: int, kind: int, rank: int) -> tuple[Op, ...]:
-        loads = ops.loads[kind][rank] if piece == 0 else ()
-        return *loads, *_of_piece(ops.layers[kind][rank], piece, context)
+        layer = _of_piece(ops.layers[kind][rank], piece, context)
+        if piece == 0:
+            return *ops.loads[kind][rank], *layer
+        return layer
 
     def of_rank(piece: int, stage: int, rank: int) -> Iterator[Op]:
         if stage:
@@ -159,30 +163,40 @@ def pipeline_computes_s(
     kinds = scenario.share.layer_kind_index
     prologue, epilogue = ops.ends(scenario, cost)
 
-    def total_s(own: Sequence[Op], rank: int) -> float:
-        return sum(float(work_s(op).sum()) for op in slower(own, scenario.cluster.slowness(rank)))
+    def total_s(part: Sequence[Op], rank: int) -> float:
+        return sum(float(work_s(op).sum()) for op in slower(part, scenario.cluster.slowness(rank)))
 
     seconds: list[float] = []
     for stage, layers in enumerate(stages(strategy, len(kinds), scenario.cluster.num_gpus)):
-        for part, preparation in enumerate(ops.preparation):
+        for context_rank, preparation in enumerate(ops.preparation):
             rank = len(seconds)
-            own = [*prologue, *(() if stage else ops.embedding[part]), *preparation]
-            counts = Counter(kinds[layer] for layer in layers)
-            layers_s = sum(count * total_s(ops.layers[kind][part], rank) for kind, count in counts.items())
-            seconds.append(total_s(own, rank) + layers_s)
+            before = [*prologue, *preparation]
+            if stage == 0:
+                before += ops.embedding[context_rank]
+            rank_s = total_s(before, rank)
+            for kind, count in Counter(kinds[layer] for layer in layers).items():
+                rank_s += count * total_s(ops.layers[kind][context_rank], rank)
+            seconds.append(rank_s)
     seconds[-1] += total_s(epilogue, len(seconds) - 1)
     return seconds
 
 
 def _of_piece(ops: Sequence[Op], number: int, context: int) -> tuple[Op, ...]:
     """Operations of one piece, taken from those of all pieces; context: number of ranks per stage."""
-    own = (with_arrays(op, lambda values: values[number]) for op in ops)
-    return tuple(op._replace(among=context) if isinstance(op, AllGather) else op for op in own)
+    ops_of_piece: list[Op] = []
+    for op in ops:
+        op_of_piece = with_arrays(op, lambda values: values[number])
+        if isinstance(op_of_piece, AllGather):
+            op_of_piece = op_of_piece._replace(among=context)
+        ops_of_piece.append(op_of_piece)
+    return tuple(ops_of_piece)
 
 
 def refuses(model: ModelSpec, stages: int) -> str | None:
     """Refuse more stages than layers."""
-    return f"at most {model.num_hidden_layers} stages, one per layer" if stages > model.num_hidden_layers else None
+    if stages <= model.num_hidden_layers:
+        return None
+    return f"at most {model.num_hidden_layers} stages, one per layer"
 
 
 PIPELINE = Strategy(

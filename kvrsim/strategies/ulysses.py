@@ -21,11 +21,11 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     """
     ranks = step.num_ranks
     heads = step.costs.on_heads(ranks)
-    own = heads.layer.mixer
-    assert isinstance(own, Attention)
-    queries = own.num_attention_heads * own.head_dim
-    outputs = own.num_attention_heads * own.v_head_dim
-    keys_values = own.num_key_value_heads * (own.head_dim + own.v_head_dim)
+    share = heads.layer.mixer
+    assert isinstance(share, Attention)
+    queries = share.num_attention_heads * share.head_dim
+    outputs = share.num_attention_heads * share.v_head_dim
+    keys_values = share.num_key_value_heads * (share.head_dim + share.v_head_dim)
     chunk = step.chunks[rank]
     lengths = step.lengths
     others = (rank + np.arange(1, ranks)) % ranks
