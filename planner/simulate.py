@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from kvrsim.choices import Executor
 from kvrsim.executors.run import check_executor, run_partition
 from kvrsim.program import loaded_bytes, sent_bytes, waited_s
 from kvrsim.results.question import Question
@@ -17,6 +18,9 @@ from planner.candidates import Candidate, Search, prefix_access_notes
 from planner.uncertainty.intervals import coverage_notes_of, interval_of, layout_notes, measured_coverage
 
 if TYPE_CHECKING:
+    from kvrsim.noise import Distribution, NoiseDraw
+    from kvrsim.progress import OnProgress
+    from kvrsim.results.timeline import Breakdown, Timeline
     from planner.uncertainty.noise import Disturbance
 
 RECORDS = ("timeline", "breakdown")
@@ -45,55 +49,37 @@ def run_simulation(
     """
     search = search or Search()
     asked = get_strategy(strategy)
-    even = scenario
+    quiet = scenario
     if disturbance is not None:
         disturbance.check(asked)
         scenario = disturbance.with_fixed_part(scenario)
     candidate = search.candidate(scenario, asked)
     execution = candidate.execution
-    partition = candidate.partition
-    draw = None if disturbance is None else disturbance.draw(execution.placed)
-    records = bool(record) or draw is not None
-    kind = check_executor(executor, records=records)
-    finish_s = candidate.finish_s
-    spans = None
+    noise = None
     noisy = None
-    table = None
+    draw = None
     if disturbance is not None:
-        disturbance.check_length(candidate.ttft_s, execution.cluster.num_gpus)
-        even_s = (candidate if disturbance.is_even else search.candidate(even, candidate.strategy)).ttft_s
-        noisy = disturbance.distribution(
-            execution, partition, candidate.ttft_s, even_s=even_s, on_progress=search.on_progress
-        )
-    if kind == "event":
-        run = run_partition(execution, partition, executor=kind, timeline=records, draw=draw)
-        finish_s = run.finish_s
-        spans = run.timeline
-    compute_s = candidate.compute_s
-    if draw is not None and spans is not None:
-        compute_s = tuple(spans.computed_s(rank) for rank in range(len(finish_s)))
-    interval = interval_of(candidate.sensitivities, finish_s[-1])
-    if spans is not None and record:
-        from planner.uncertainty.basis import bases_of, breakdown
-
-        table = breakdown(execution, partition, finish_s, spans) if "breakdown" in record else None
-        bases = bases_of(execution, partition, spans)
-        shares = candidate.shares if draw is None else {}
-        spans = replace(spans, bases=bases, shares=shares) if "timeline" in record else None
-    table_notes: tuple[str, ...] = ()
-    if search.partition is None and candidate.strategy.partition_rule == "table" and search.table is not None:
-        table_notes = search.table.notes_for(execution)
+        noise = disturbance.noise
+        draw = disturbance.draw(execution.placed)
+    kind = check_executor(executor, records=bool(record) or draw is not None)
+    if disturbance is not None:
+        undisturbed = candidate
+        if not disturbance.is_even:
+            undisturbed = search.candidate(quiet, candidate.strategy)
+        noisy = _noisy(disturbance, candidate, undisturbed, search.on_progress)
+    run = _Simulated.of(candidate, kind, record, draw)
+    interval = interval_of(candidate.sensitivities, run.finish_s[-1])
     return SimResult(
         question=Question.of(scenario, seed=seed, **_options(strategy, search, disturbance)),
         strategy=candidate.strategy.name,
-        partition=partition.chunk_lens,
+        partition=candidate.partition.chunk_lens,
         executor=kind,
-        ttft_s=finish_s[-1],
+        ttft_s=run.finish_s[-1],
         ttft_low_s=interval.low_s,
         ttft_high_s=interval.high_s,
         memory=candidate.memory,
         fits=candidate.fits,
-        per_rank=tuple(_reports(candidate, compute_s, finish_s)),
+        per_rank=tuple(_reports(candidate, run)),
         layers=layers_of(execution.placed, execution.strategy),
         prefix_access=candidate.prefix_access,
         query_blocks=candidate.query_blocks,
@@ -104,31 +90,91 @@ def run_simulation(
             *coverage_notes_of(scenario),
             *layout_notes(execution),
             *prefix_access_notes([candidate]),
-            *table_notes,
+            *_table_notes(candidate, search),
         ),
-        timeline=spans if "timeline" in record else None,
-        breakdown=table,
-        noise=None if disturbance is None else disturbance.noise,
+        timeline=run.timeline,
+        breakdown=run.breakdown,
+        noise=noise,
         noisy=noisy,
     )
 
 
-def _reports(one: Candidate, compute_s: Sequence[float], finish_s: Sequence[float]) -> Iterator[RankReport]:
-    """One report per GPU; compute_s and finish_s have one value per rank."""
-    for gpu in range(one.execution.placed.num_gpus):
-        rank = gpu // one.execution.placed.gpus_per_rank
+class _Simulated(NamedTuple):
+    """One run of a candidate; of noise, its first sample."""
+
+    finish_s: Sequence[float]  # finish time of each rank
+    compute_s: Sequence[float]  # time in which each rank computes
+    timeline: Timeline | None  # only where it is recorded
+    breakdown: Breakdown | None
+
+    @classmethod
+    def of(cls, candidate: Candidate, executor: Executor, record: Collection[str], draw: NoiseDraw | None) -> Self:
+        """Run a candidate; record: parts of the result, from RECORDS."""
+        if executor != "event":
+            return cls(candidate.finish_s, candidate.compute_s, None, None)
+        execution = candidate.execution
+        partition = candidate.partition
+        records = bool(record) or draw is not None
+        run = run_partition(execution, partition, executor=executor, timeline=records, draw=draw)
+        spans = run.timeline
+        if spans is None:
+            return cls(run.finish_s, candidate.compute_s, None, None)
+        compute_s: Sequence[float] = candidate.compute_s
+        if draw is not None:
+            compute_s = [spans.computed_s(rank) for rank in range(len(run.finish_s))]
+        table = None
+        timeline = None
+        if "breakdown" in record:
+            from planner.uncertainty.basis import breakdown
+
+            table = breakdown(execution, partition, run.finish_s, spans)
+        if "timeline" in record:
+            from planner.uncertainty.basis import bases_of
+
+            timeline = replace(spans, bases=bases_of(execution, partition, spans), shares={})
+            if draw is None:
+                timeline = replace(timeline, shares=candidate.shares)
+        return cls(run.finish_s, compute_s, timeline, table)
+
+
+def _noisy(
+    disturbance: Disturbance, candidate: Candidate, undisturbed: Candidate, on_progress: OnProgress | None
+) -> Distribution:
+    """The distribution of all samples of noise."""
+    execution = candidate.execution
+    disturbance.check_length(candidate.ttft_s, execution.cluster.num_gpus)
+    return disturbance.distribution(
+        execution, candidate.partition, candidate.ttft_s, even_s=undisturbed.ttft_s, on_progress=on_progress
+    )
+
+
+def _table_notes(candidate: Candidate, search: Search) -> tuple[str, ...]:
+    """Notes on the table in which a partition was looked up; none if it was not."""
+    if search.partition is not None or search.table is None or candidate.strategy.partition_rule != "table":
+        return ()
+    return search.table.notes_for(candidate.execution)
+
+
+def _reports(candidate: Candidate, run: _Simulated) -> Iterator[RankReport]:
+    """One report per GPU."""
+    placed = candidate.execution.placed
+    for gpu in range(placed.num_gpus):
+        rank = gpu // placed.gpus_per_rank
         yield RankReport(
             rank=gpu,
-            chunk_len=tokens_of(one.strategy, one.partition.chunk_lens, rank),
-            compute_s=compute_s[rank],
-            wait_s=waited_s(compute_s[rank], finish_s[rank]),
-            sent_bytes=sent_bytes(one.program, rank),
-            loaded_bytes=loaded_bytes(one.program, rank),
-            memory=one.memory[gpu],
+            chunk_len=tokens_of(candidate.strategy, candidate.partition.chunk_lens, rank),
+            compute_s=run.compute_s[rank],
+            wait_s=waited_s(run.compute_s[rank], run.finish_s[rank]),
+            sent_bytes=sent_bytes(candidate.program, rank),
+            loaded_bytes=loaded_bytes(candidate.program, rank),
+            memory=candidate.memory[gpu],
         )
 
 
 def _options(strategy: str | Strategy, search: Search, disturbance: Disturbance | None) -> dict[str, Any]:
-    partition = None if search.partition is None else list(search.partition)
-    noise = {} if disturbance is None else {"noise": disturbance.noise.name, "samples": disturbance.num_samples}
-    return {"strategy": label_of(strategy), "partition": partition} | noise
+    options: dict[str, Any] = {"strategy": label_of(strategy), "partition": None}
+    if search.partition is not None:
+        options["partition"] = list(search.partition)
+    if disturbance is not None:
+        options |= {"noise": disturbance.noise.name, "samples": disturbance.num_samples}
+    return options

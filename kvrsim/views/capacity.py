@@ -6,21 +6,22 @@ page interpolates nothing: at another target, percentile or price it shows one o
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvrsim.interp import percentile_of
 from kvrsim.program import Array
-from kvrsim.units import format_bandwidth, format_bytes, format_seconds
+from kvrsim.units import format_bandwidth, format_bytes, format_count, format_seconds
 from kvrsim.views.figure import Head, drawing
 from kvrsim.views.page import CHARTS, Page, Section, Summary, facts_of, items, join, table, tag
 from kvrsim.views.style import DIM, INK, chart_style
 from kvrsim.views.table import Cell, Column, Table, columns, seconds_cell
 from planner.capacity.fleet import FleetRun, Indices
-from planner.capacity.result import CapacityPlan, FleetAnswer, format_share
+from planner.capacity.result import CapacityPlan, FleetAnswer, FleetInterval, format_share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,6 +37,7 @@ _BINS = 4000
 _LEAST_IN_BIN = 20  # fewest requests per bin for a percentile by length
 _DIGITS = 4
 _HOURS_A_MONTH = 730
+_ENDINGS = {"1": "st", "2": "nd", "3": "rd"}  # of ordinal numbers, by their last digit
 _LIMITS = {"memory": "memory limits it", "tpot": "the TPOT limits it", "requests": "all at once"}
 
 
@@ -51,8 +53,10 @@ def verdict(plan: CapacityPlan) -> str:
     fleet = plan.first
     reached = format_time(fleet.target_ttft_s)
     if plan.answer is not None:
-        served = "" if fleet.unserved == 0 else f" It serves {served_words(fleet)}."
-        return f"{size_and_price(plan)}: {fleet.describe()}. {ordinal(plan.percentile)} percentile {reached}.{served}"
+        text = f"{size_and_price(plan)}: {fleet.describe()}. {ordinal(plan.percentile)} percentile {reached}."
+        if fleet.unserved:
+            text += f" It serves {served_words(fleet)}."
+        return text
     if fleet.unserved == fleet.requests:
         return f"No fleet meets the target. None serves any of the {fleet.requests} requests."
     if fleet.no_decode is not None:
@@ -67,44 +71,43 @@ def verdict(plan: CapacityPlan) -> str:
 
 def served_words(fleet: FleetAnswer) -> str:
     """The share of the requests that a fleet serves: "97 % of the requests; the rest does not fit in its memory"."""
-    share = format_share(fleet.served_share)
-    longest = "" if fleet.longest_served is None else f" (it takes prompts of up to {fleet.longest_served} tokens)"
-    return f"{share} of the requests; the rest does not fit in its memory{longest}"
+    text = f"{format_share(fleet.served_share)} of the requests; the rest does not fit in its memory"
+    if fleet.longest_served is not None:
+        text += f" (it takes prompts of up to {fleet.longest_served} tokens)"
+    return text
 
 
 def ordinal(percentile: float) -> str:
     """A percentile in words: 95th, 91st, 99.9th."""
-    last = f"{percentile:g}"[-2:]
-    ending = "th" if last in ("11", "12", "13") or "." in f"{percentile:g}" else ""
-    return f"{percentile:g}{ending or {'1': 'st', '2': 'nd', '3': 'rd'}.get(last[-1], 'th')}"
+    number = f"{percentile:g}"
+    if "." in number or number.endswith(("11", "12", "13")):
+        return f"{number}th"
+    return number + _ENDINGS.get(number[-1], "th")
 
 
 def size_and_price(plan: CapacityPlan) -> str:
     """The whole fleet in words: "12 prefill + 4 decode = 16 GPUs, 40 $/h, 29 k$ a month"."""
     fleet = plan.first
-    text = _sum_of(fleet.num_gpus, fleet.decode.num_gpus if fleet.decode else 0)
-    if (cost := fleet.total_cost_per_hour) is not None:
-        month = cost * _HOURS_A_MONTH
-        text += f", {cost:.4g} $/h, " + (f"{month / 1e3:.3g} k$" if month >= 1e3 else f"{month:.0f} $") + " a month"
-    return text
-
-
-def _sum_of(prefill: int, decode: int) -> str:
-    total = f"{prefill + decode} GPU{'s' * (prefill + decode > 1)}"
-    return f"{prefill} prefill + {decode} decode = {total}" if decode else f"{total} for prefill only"
+    total = format_count(fleet.total_gpus, "GPU")
+    if fleet.decode is None:
+        text = f"{total} for prefill only"
+    else:
+        text = f"{fleet.num_gpus} prefill + {fleet.decode.num_gpus} decode = {total}"
+    cost = fleet.total_cost_per_hour
+    if cost is None:
+        return text
+    month = cost * _HOURS_A_MONTH
+    month_text = f"{month:.0f} $"
+    if month >= 1e3:
+        month_text = f"{month / 1e3:.3g} k$"
+    return f"{text}, {cost:.4g} $/h, {month_text} a month"
 
 
 def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
     """Labels and lines about the answer: its interval, lost requests, transfers, the fleet that decodes."""
     fleet = plan.first
-    sent = plan.kv_transfer
-    decoders = plan.decode_fleet
-    if (interval := fleet.interval) is not None:
-        safe = "safe: it ends below" if interval.safe else "NOT safe: it ends above"
-        high = math.inf if interval.high_s is None else interval.high_s
-        ends = f"{format_time(interval.low_s)} to {format_time(high)}"
-        target = format_seconds(plan.slo_ttft_s)
-        yield "interval", f"80 % from {ends}, model and sampling together; {safe} the target of {target}"
+    if fleet.interval is not None:
+        yield "interval", _interval_words(fleet.interval, plan.slo_ttft_s)
     if plan.answer is not None:
         yield "engines", fleet.engine or "no engine has all of these strategies (--only-deployable vllm|sglang|trtllm)"
     if plan.growth:
@@ -114,48 +117,71 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
     if fleet.unserved:
         share = format_share(fleet.unserved / fleet.requests)
         yield "unserved", f"{share} of the requests are never served; they count as late"
-    if (more := plan.serves_more) is not None:
-        price = "" if more.total_cost_per_hour is None else f", {more.total_cost_per_hour:.4g} $/h"
-        gpus = f"{more.total_gpus} GPUs{price}: {more.describe()}"
-        yield "serves more", f"{format_share(more.served_share)} of the requests with {gpus}"
-    if sent is not None and fleet.p50_kv_transfer_s is not None and fleet.p99_kv_transfer_s is not None:
-        rate = "" if sent.mean_bytes_per_s is None else f", {format_bandwidth(sent.mean_bytes_per_s)} in all"
+    more = plan.serves_more
+    if more is not None:
+        gpus = f"{more.total_gpus} GPUs"
+        if more.total_cost_per_hour is not None:
+            gpus += f", {more.total_cost_per_hour:.4g} $/h"
+        yield "serves more", f"{format_share(more.served_share)} of the requests with {gpus}: {more.describe()}"
+    if plan.kv_transfer is not None and fleet.p50_kv_transfer_s is not None and fleet.p99_kv_transfer_s is not None:
+        sent = format_bytes(plan.kv_transfer.mean_bytes) + " per request"
+        if plan.kv_transfer.mean_bytes_per_s is not None:
+            sent += f", {format_bandwidth(plan.kv_transfer.mean_bytes_per_s)} in all"
         after = f"{format_seconds(fleet.p50_kv_transfer_s)} (p50) and {format_seconds(fleet.p99_kv_transfer_s)} (p99)"
-        yield "KV-cache", f"{format_bytes(sent.mean_bytes)} per request{rate}; gone {after} after the first token"
+        yield "KV-cache", f"{sent}; gone {after} after the first token"
+    decoders = plan.decode_fleet
     if decoders is not None:
-        gpus = f"{decoders.num_gpus} GPU{'s' * (decoders.num_gpus > 1)}"
         yield (
             "decodes",
-            f"{gpus}: {decoders.replicas} × {decoders.gpus_per_group} ({decoders.strategy}), batches of"
-            f" {decoders.batch} ({_LIMITS[decoders.limited_by]}), {format_seconds(decoders.step_s)} a step at"
-            f" {decoders.context_tokens} tokens; at most {decoders.sequences_at_once} sequences at once, TPOT at most"
-            f" {format_seconds(decoders.tpot_s)}",
+            f"{format_count(decoders.num_gpus, 'GPU')}: {decoders.replicas} × {decoders.gpus_per_group}"
+            f" ({decoders.strategy}), batches of {decoders.batch} ({_LIMITS[decoders.limited_by]}),"
+            f" {format_seconds(decoders.step_s)} a step at {decoders.context_tokens} tokens; at most"
+            f" {decoders.sequences_at_once} sequences at once, TPOT at most {format_seconds(decoders.tpot_s)}",
         )
+    yield "requests", _workload_words(plan)
+
+
+def _interval_words(interval: FleetInterval, target_s: float) -> str:
+    high_s = math.inf
+    if interval.high_s is not None:
+        high_s = interval.high_s
+    safe = "NOT safe: it ends above"
+    if interval.safe:
+        safe = "safe: it ends below"
+    ends = f"{format_time(interval.low_s)} to {format_time(high_s)}"
+    return f"80 % from {ends}, model and sampling together; {safe} the target of {format_seconds(target_s)}"
+
+
+def _workload_words(plan: CapacityPlan) -> str:
     workload = plan.workload
-    lengths = plan.workload["context_tokens"]
-    rate = "" if workload["rate_per_s"] is None else f", {workload['rate_per_s']:.3g} a second"
+    lengths = workload["context_tokens"]
+    counts = f"{workload['requests']} in {workload['duration_s']:.6g} s"
+    if workload["rate_per_s"] is not None:
+        counts += f", {workload['rate_per_s']:.3g} a second"
+    if len(plan.first.runs) > 1:
+        counts += f", in each of {len(plan.first.runs)} random samples"
     contexts = f"contexts of {lengths['p50']} (p50), {lengths['p99']} (p99) and at most {lengths['max']} tokens"
-    counts = f"{workload['requests']} in {workload['duration_s']:.6g} s{rate}"
-    if len(fleet.runs) > 1:
-        counts += f", in each of {len(fleet.runs)} random samples"
-    yield "requests", f"{counts}; {contexts}, {workload['cached_share']:.0%} of them cached"
+    return f"{counts}; {contexts}, {workload['cached_share']:.0%} of them cached"
 
 
 def growth_words(plan: CapacityPlan) -> str:
     """The GPUs for more requests: "1.5 times the requests need 8 GPUs, as now; 2 times 12 GPUs"."""
     texts: list[str] = []
+    need = " the requests need"  # said once
     for growth in plan.growth:
-        need = " the requests need" if not texts else ""
         gpus = "more GPUs than --max-gpus"
         if growth.num_gpus is not None:
-            gpus = f"{growth.num_gpus} GPU{'s' * (growth.num_gpus > 1)}"
+            gpus = format_count(growth.num_gpus, "GPU")
             if growth.num_gpus == plan.first.total_gpus:
                 gpus += ", as now"
             elif growth.cost_per_hour is not None:
                 gpus += f", {growth.cost_per_hour:.4g} $/h"
         texts.append(f"{growth.times:g} times{need} {gpus}")
-    with_decoding = " (decoding included)" if plan.first.decode is not None else ""
-    return "; ".join(texts) + with_decoding
+        need = ""
+    text = "; ".join(texts)
+    if plan.first.decode is not None:
+        text += " (decoding included)"
+    return text
 
 
 def group_table(plan: CapacityPlan) -> Table:
@@ -172,39 +198,65 @@ def group_table(plan: CapacityPlan) -> Table:
 def fleet_table(plan: CapacityPlan) -> Table:
     """The answer or the nearest miss, and the alternatives."""
     fleets = [plan.first, *plan.alternatives]
-    priced = any(fleet.cost_per_hour is not None for fleet in fleets)
-    decodes = any(fleet.decode is not None for fleet in fleets)
-    serves_all = all(fleet.unserved == 0 for fleet in fleets)
-    ranks = {"p95": 2, "p50": 3, "max": 4, "utilised": 5}  # columns that narrow screens leave out
-    titles = ("GPUs", "p50", "p95", "p99", "max", "in target", "utilised", *["$/hour"] * priced)
-    titles = (*titles[:6], *["served"] * (not serves_all), *titles[6:])
-    hints = {"utilised": "Busy share of the time of the GPUs that prefill", "served": "Share of requests ever served"}
-    if decodes:
-        hints |= {"GPUs": "Prefill and decoding", "$/hour": "Prefill and decoding"}
-    numbers = (
-        Column(title=title, number=True, rank=ranks.get(title, 1), hint=hints.get(title, "")) for title in titles
-    )
-    rows = Table(columns=[Column(title="fleet"), Column(title="engine"), *numbers])
-    for number, fleet in enumerate(fleets):
-        times = (fleet.p50_ttft_s, fleet.p95_ttft_s, fleet.p99_ttft_s, fleet.max_ttft_s)
-        cost = fleet.total_cost_per_hour
-        rows.add_row(
-            fleet.describe(),
-            fleet.engine or "none",
-            str(fleet.total_gpus),
-            *(seconds_cell(one) if math.isfinite(one) else Cell(shown=format_time(one)) for one in times),
-            Cell(shown=f"{fleet.in_time:.2%}", value=fleet.in_time),
-            *([] if serves_all else [Cell(shown=format_share(fleet.served_share), value=fleet.served_share)]),
-            Cell(shown=f"{fleet.utilisation:.0%}", value=fleet.utilisation),
-            *([] if cost is None else [Cell(shown=f"{cost:.2f}", value=cost)]),
-            style="bold" if number == 0 and plan.answer is not None else None,
-        )
+    rows = Table(columns=[column for column, _ in _columns_of(fleets)])
+    for fleet in fleets:
+        style = None
+        if fleet is plan.answer:
+            style = "bold"
+        rows.add_row(*(cell(fleet) for _, cell in _columns_of(fleets)), style=style)
     return rows
+
+
+def _columns_of(fleets: Sequence[FleetAnswer]) -> Iterator[tuple[Column, Callable[[FleetAnswer], str | Cell]]]:
+    """Yield each column of the table of fleets, and the function that returns its cell for a fleet.
+
+    Narrow screens leave out the columns of the highest ranks first.
+    """
+    both = ""
+    if any(fleet.decode is not None for fleet in fleets):
+        both = "Prefill and decoding"
+    yield Column(title="fleet"), FleetAnswer.describe
+    yield Column(title="engine"), lambda fleet: fleet.engine or "none"
+    yield Column(title="GPUs", number=True, hint=both), lambda fleet: str(fleet.total_gpus)
+    yield Column(title="p50", number=True, rank=3), lambda fleet: _time_cell(fleet.p50_ttft_s)
+    yield Column(title="p95", number=True, rank=2), lambda fleet: _time_cell(fleet.p95_ttft_s)
+    yield Column(title="p99", number=True), lambda fleet: _time_cell(fleet.p99_ttft_s)
+    yield Column(title="max", number=True, rank=4), lambda fleet: _time_cell(fleet.max_ttft_s)
+    yield (
+        Column(title="in target", number=True),
+        lambda fleet: Cell(shown=f"{fleet.in_time:.2%}", value=fleet.in_time),
+    )
+    if any(fleet.unserved for fleet in fleets):
+        yield (
+            Column(title="served", number=True, hint="Share of requests ever served"),
+            lambda fleet: Cell(shown=format_share(fleet.served_share), value=fleet.served_share),
+        )
+    yield (
+        Column(title="utilised", number=True, rank=5, hint="Busy share of the time of the GPUs that prefill"),
+        lambda fleet: Cell(shown=f"{fleet.utilisation:.0%}", value=fleet.utilisation),
+    )
+    if any(fleet.cost_per_hour is not None for fleet in fleets):
+        yield Column(title="$/hour", number=True, hint=both), _cost_cell
+
+
+def _time_cell(seconds: float) -> Cell:
+    if math.isfinite(seconds):
+        return seconds_cell(seconds)
+    return Cell(shown=format_time(seconds))
+
+
+def _cost_cell(fleet: FleetAnswer) -> Cell:
+    cost = fleet.total_cost_per_hour
+    if cost is None:
+        return Cell(shown="")
+    return Cell(shown=f"{cost:.2f}", value=cost)
 
 
 def format_time(seconds: float) -> str:
     """Formatted seconds; "unserved" if the percentile is that of an unserved request."""
-    return format_seconds(seconds) if math.isfinite(seconds) else "unserved"
+    if not math.isfinite(seconds):
+        return "unserved"
+    return format_seconds(seconds)
 
 
 def figure(plan: CapacityPlan) -> Figure:
@@ -215,15 +267,10 @@ def figure(plan: CapacityPlan) -> Figure:
     front = plan.pareto()
     fleet = plan.first
     priced = fleet.total_cost_per_hour is not None
-    unsafe = [one for one in plan.tried if plan.request.sure and not one.is_safe]
-    if plan.answer is None:
-        head = Head(title="No fleet meets the target", subtitle=f"{verdict(plan)} {_question(plan)}", width=_WIDTH)
-    else:
-        served = "" if fleet.unserved == 0 else f", {format_share(fleet.served_share)} of the requests served"
-        title = (
-            f"{size_and_price(plan)}: {ordinal(plan.percentile)} percentile {format_time(fleet.target_ttft_s)}{served}"
-        )
-        head = Head(title=title, subtitle=f"{fleet.describe()} · {_question(plan)}", width=_WIDTH)
+    unsafe: list[FleetAnswer] = []
+    if plan.request.sure:
+        unsafe = [tried for tried in plan.tried if not tried.is_safe]
+    head = _head(plan)
     with chart_style():
         panes = drawing(_WIDTH, _HEIGHT + head.height)
         height = _HEIGHT / (_HEIGHT + head.height)
@@ -234,7 +281,7 @@ def figure(plan: CapacityPlan) -> Figure:
             axes.plot(*_places(unsafe), "x", color=DIM, label=label)
         axes.axhline(plan.slo_ttft_s, color=_ORANGE, label=f"target {format_seconds(plan.slo_ttft_s)}")
         if math.isfinite(fleet.target_ttft_s):
-            label = "the answer" if plan.answer is not None else "the nearest miss"
+            label = "the nearest miss" if plan.answer is None else "the answer"
             axes.plot(*_places([fleet]), "o", label=label, color=_ORANGE, markersize=9, fillstyle="none")
         axes.set_yscale("log")
         low_s, high_s = axes.get_ylim()
@@ -242,8 +289,9 @@ def figure(plan: CapacityPlan) -> Figure:
         axes.set_yticks(ticks_s, [f"{tick_s:g}" for tick_s in ticks_s])
         axes.set_yticks([], minor=True)
         axes.set_ylim(min(low_s, ticks_s[0]), max(high_s, ticks_s[-1]))
-        what = "prefill and decoding" if fleet.decode is not None else "for prefill only"
-        axes.set_xlabel(f"$ per hour, {what}" if priced else f"GPUs, {what}", color=DIM)
+        scope = "for prefill only" if fleet.decode is None else "prefill and decoding"
+        unit = "$ per hour" if priced else "GPUs"
+        axes.set_xlabel(f"{unit}, {scope}", color=DIM)
         axes.set_ylabel(f"{ordinal(plan.percentile)} percentile of TTFT, s", color=DIM)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, labelcolor=INK)
@@ -251,20 +299,41 @@ def figure(plan: CapacityPlan) -> Figure:
     return panes
 
 
+def _head(plan: CapacityPlan) -> Head:
+    fleet = plan.first
+    if plan.answer is None:
+        return Head(title="No fleet meets the target", subtitle=f"{verdict(plan)} {_question(plan)}", width=_WIDTH)
+    reached = format_time(fleet.target_ttft_s)
+    title = f"{size_and_price(plan)}: {ordinal(plan.percentile)} percentile {reached}"
+    if fleet.unserved:
+        title += f", {format_share(fleet.served_share)} of the requests served"
+    return Head(title=title, subtitle=f"{fleet.describe()} · {_question(plan)}", width=_WIDTH)
+
+
 def _places(fleets: Sequence[FleetAnswer]) -> tuple[list[float], list[float]]:
     """Cost or GPUs, and TTFT, of each fleet that serves enough requests to have one."""
-    served = [fleet for fleet in fleets if math.isfinite(fleet.target_ttft_s)]
-    costs = [fleet.total_gpus if fleet.total_cost_per_hour is None else fleet.total_cost_per_hour for fleet in served]
-    return list(map(float, costs)), [fleet.target_ttft_s for fleet in served]
+    costs: list[float] = []
+    ttft_s: list[float] = []
+    for fleet in fleets:
+        if not math.isfinite(fleet.target_ttft_s):
+            continue
+        ttft_s.append(fleet.target_ttft_s)
+        if fleet.total_cost_per_hour is None:
+            costs.append(float(fleet.total_gpus))
+        else:
+            costs.append(fleet.total_cost_per_hour)
+    return costs, ttft_s
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
     """Ticks 1, 2, 5, 10, ... that enclose a range; over more than two decades, powers of ten."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1.0,) if high > 100 * low else (1.0, 2.0, 5.0)
+    steps = [1.0, 2.0, 5.0]
+    if high > 100 * low:
+        steps = [1.0]
     ticks = [step * 10.0**decade for decade in decades for step in steps]
-    first = max((number for number, tick in enumerate(ticks) if tick <= low), default=0)
-    last = min((number for number, tick in enumerate(ticks) if tick >= high), default=len(ticks) - 1)
+    first = max(0, bisect.bisect_right(ticks, low) - 1)
+    last = bisect.bisect_left(ticks, high)
     return ticks[first : last + 1]
 
 
@@ -289,37 +358,51 @@ def _question(plan: CapacityPlan) -> str:
 
 def page(plan: CapacityPlan) -> Page:
     """The interactive page, where the user moves the target and the price to see the fleet that meets them."""
-    served = plan.first.unserved < plan.first.requests
-    miss = "" if plan.answer else ", the nearest miss"
-    point = "Every point is a fleet that was simulated, groups × GPUs."
-    leads = {  # key: title of the section and id of its chart
-        ("Fleets by cost and TTFT", "fleets"): f"Drag the target and the price, or move the sliders. {point}",
-        ("Queue over time", "queue"): f"{plan.first.describe()}{miss}. Drag to zoom in, double-click to see all.",
-        ("TTFT by length", "lengths"): "The same requests, by their new tokens.",
-    }
-    pictures = [Section(title=title, lead=lead, body=tag("div", id=name)) for (title, name), lead in leads.items()]
-    reasons = Section(title="What does not meet the target", body=items(plan.reasons()))
+    sections: list[Section] = []
+    data: dict[str, Any] = {}
+    scripts: tuple[str, ...] = ()
+    if plan.first.unserved < plan.first.requests:
+        sections += _pictures(plan)
+        data = page_data(plan)
+        scripts = (*CHARTS, "controls.js", "fleets.js", "queue.js")
+    sections.append(Section(title="Fleets", body=join(_fleets(plan))))
+    if plan.infeasible:
+        sections.append(Section(title="What does not meet the target", body=items(plan.reasons())))
     return Page(
         title=f"{plan.percentile:g} % of the requests with a TTFT of at most {format_seconds(plan.slo_ttft_s)}",
         answer=verdict(plan),
         facts=_facts(plan),
-        sections=[
-            *(pictures if served else ()),
-            Section(title="Fleets", body=join(_fleets(plan))),
-            *([reasons] if plan.infeasible else []),
-        ],
+        sections=sections,
         notes=[*plan.assumptions().values(), *plan.warnings],
-        data=page_data(plan) if served else {},
-        scripts=(*CHARTS, "controls.js", "fleets.js", "queue.js") if served else (),
+        data=data,
+        scripts=scripts,
         strategies=[name for group in plan.first.groups for name in group.strategies],
     )
 
 
+def _pictures(plan: CapacityPlan) -> list[Section]:
+    """The sections with charts."""
+    fleet = plan.first.describe()
+    if plan.answer is None:
+        fleet += ", the nearest miss"
+    return [
+        Section(
+            title="Fleets by cost and TTFT",
+            lead="Drag the target and the price, or move the sliders. Every point is a fleet that was simulated, groups"
+            " × GPUs.",
+            body=tag("div", id="fleets"),
+        ),
+        Section(
+            title="Queue over time",
+            lead=f"{fleet}. Drag to zoom in, double-click to see all.",
+            body=tag("div", id="queue"),
+        ),
+        Section(title="TTFT by length", lead="The same requests, by their new tokens.", body=tag("div", id="lengths")),
+    ]
+
+
 def page_data(plan: CapacityPlan) -> dict[str, Any]:
     """Plain JSON values; null: the request is never served."""
-    tried = plan.tried
-    costs = [(one.total_cost_per_hour, one.total_gpus) for one in tried]
-    prices = {round(cost / gpus, 9) for cost, gpus in costs if cost is not None}
     return {
         "slo_s": plan.slo_ttft_s,
         "percentile": plan.percentile,
@@ -328,21 +411,33 @@ def page_data(plan: CapacityPlan) -> dict[str, Any]:
         "sure": plan.request.sure,
         "decodes": plan.first.decode is not None,
         "samples": len(plan.first.runs),
-        "price_per_gpu_hour": prices.pop() if len(prices) == 1 else None,  # the price, if all GPUs have the same one
-        "tried": [
-            {
-                "gpus": one.total_gpus,
-                "cost": one.total_cost_per_hour,
-                "fleet": _whole(one),
-                "safe": one.is_safe,
-                "served": one.served_share,
-                "ttft_s": _short(one.ttft_s.values()),
-                "utilisation": round(one.utilisation, 3),
-                "requests": one.requests,
-            }
-            for one in tried
-        ],
+        "price_per_gpu_hour": _price_of_all(plan.tried),
+        "tried": list(map(_fleet_data, plan.tried)),
         "requests": _requests(plan),
+    }
+
+
+def _price_of_all(fleets: Sequence[FleetAnswer]) -> float | None:
+    """The price of a GPU, if all have the same one."""
+    prices = set()
+    for fleet in fleets:
+        if fleet.total_cost_per_hour is not None:
+            prices.add(round(fleet.total_cost_per_hour / fleet.total_gpus, 9))
+    if len(prices) != 1:
+        return None
+    return prices.pop()
+
+
+def _fleet_data(fleet: FleetAnswer) -> dict[str, Any]:
+    return {
+        "gpus": fleet.total_gpus,
+        "cost": fleet.total_cost_per_hour,
+        "fleet": _whole(fleet),
+        "safe": fleet.is_safe,
+        "served": fleet.served_share,
+        "ttft_s": _short(fleet.ttft_s.values()),
+        "utilisation": round(fleet.utilisation, 3),
+        "requests": fleet.requests,
     }
 
 
@@ -351,7 +446,7 @@ def _whole(fleet: FleetAnswer) -> str:
     decoders = fleet.decode
     if decoders is None:
         return fleet.describe()
-    groups = f"{decoders.replicas} × {decoders.gpus_per_group} GPU{'s' * (decoders.gpus_per_group > 1)}"
+    groups = f"{decoders.replicas} × {format_count(decoders.gpus_per_group, 'GPU')}"
     return f"{fleet.describe()}; {groups} to decode"
 
 
@@ -360,19 +455,19 @@ def _requests(plan: CapacityPlan) -> dict[str, Any]:
     run = plan.first.runs[0]
     served = np.flatnonzero(np.isfinite(run.ttft_s))
     step = -(-len(served) // _MOST_DOTS)
-    some = served[::step]
+    drawn = served[::step]
     times_s, prompts = waiting(run, _MOST_STEPS, _BINS)
-    by_length = {one: _percentile_by_length(run, served, one) for one in (50.0, plan.percentile)}
+    by_length = []
+    for percentile in dict.fromkeys((50.0, plan.percentile)):
+        lengths, values = _percentile_by_length(run, served, percentile)
+        by_length.append({"percentile": percentile, "new_tokens": _short(lengths), "ttft_s": _short(values)})
     return {
         "count": len(run.workload),
         "every": step,
-        "arrival_s": np.round(run.workload.arrival_s[some], 3).tolist(),
-        "ttft_s": _short(run.ttft_s[some]),
-        "new_tokens": run.workload.new_tokens[some].tolist(),
-        "by_length": [
-            {"percentile": percentile, "new_tokens": _short(lengths), "ttft_s": _short(values)}
-            for percentile, (lengths, values) in by_length.items()
-        ],
+        "arrival_s": np.round(run.workload.arrival_s[drawn], 3).tolist(),
+        "ttft_s": _short(run.ttft_s[drawn]),
+        "new_tokens": run.workload.new_tokens[drawn].tolist(),
+        "by_length": by_length,
         "queue": {"time_s": np.round(times_s, 3).tolist(), "waiting": prompts.astype(int).tolist()},
     }
 
@@ -402,12 +497,19 @@ def _percentile_by_length(run: FleetRun, served: Indices, percentile: float) -> 
     half_octave = np.floor(2 * np.log2(run.workload.new_tokens[served]))
     bins, counts = np.unique(half_octave, return_counts=True)
     bins = bins[counts >= _LEAST_IN_BIN]
-    values = [percentile_of(run.ttft_s[served[half_octave == one]], percentile) for one in bins]
+    values = [percentile_of(run.ttft_s[served[half_octave == number]], percentile) for number in bins]
     return 2.0 ** ((bins + 0.5) / 2), np.array(values)
 
 
 def _short(values: Iterable[float]) -> list[float | None]:
-    return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values]
+    """The values, rounded; None for infinite ones."""
+    rounded: list[float | None] = []
+    for value in values:
+        if math.isfinite(value):
+            rounded.append(float(f"{value:.{_DIGITS}g}"))
+        else:
+            rounded.append(None)
+    return rounded
 
 
 def _facts(plan: CapacityPlan) -> dict[str, str]:

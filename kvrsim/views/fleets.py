@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrsim.io.schema import JsonObject
-from kvrsim.units import format_seconds
+from kvrsim.units import format_count, format_seconds
 from kvrsim.views.compare import by_answer, page_of, question_parts
 from kvrsim.views.page import Page
 from kvrsim.views.table import Cell, Column, Table, seconds_cell
@@ -35,27 +35,37 @@ class SavedFleet:
         """Read the object that `kvrsim capacity --json` prints; raises InputError naming the missing key."""
         is_answer = data.has("answer")
         fleet = data.child("answer" if is_answer else "nearest_miss")
-        groups = [
-            f"{group.integer('replicas')} × {group.integer('gpus_per_group')} ({group.text('strategy')})"
-            for group in fleet.children("groups")
-        ]
-        interval = fleet.child("interval") if fleet.has("interval") else None
+        groups = []
+        for group in fleet.children("groups"):
+            size = f"{group.integer('replicas')} × {group.integer('gpus_per_group')}"
+            groups.append(f"{size} ({group.text('strategy')})")
+        high_s = None
+        if fleet.has("interval"):
+            high_s = _number_or_none(fleet.child("interval"), "high_s")
+        growth: dict[float, int | None] = {}
+        for step in data.children("growth"):
+            growth[step.number("times")] = None
+            if step.has("num_gpus"):
+                growth[step.number("times")] = step.integer("num_gpus")
         return cls(
             name=name,
             question=question_parts(data.child("question")),
             is_answer=is_answer,
             prefill_gpus=fleet.integer("num_gpus"),
             total_gpus=fleet.integer("total_gpus"),
-            cost_per_hour=fleet.number("total_cost_per_hour") if fleet.has("total_cost_per_hour") else None,
+            cost_per_hour=_number_or_none(fleet, "total_cost_per_hour"),
             groups=", ".join(groups),
-            target_ttft_s=fleet.number("target_ttft_s") if fleet.has("target_ttft_s") else None,
-            high_s=interval.number("high_s") if interval is not None and interval.has("high_s") else None,
+            target_ttft_s=_number_or_none(fleet, "target_ttft_s"),
+            high_s=high_s,
             served_share=fleet.number("served_share", allow_zero=True),
-            growth={
-                one.number("times"): one.integer("num_gpus") if one.has("num_gpus") else None
-                for one in data.children("growth")
-            },
+            growth=growth,
         )
+
+
+def _number_or_none(data: JsonObject, key: str) -> float | None:
+    if not data.has(key):
+        return None
+    return data.number(key)
 
 
 def is_fleet(data: JsonObject) -> bool:
@@ -71,18 +81,25 @@ def headline(fleets: Sequence[SavedFleet]) -> str:
     priced = all(fleet.cost_per_hour is not None for fleet in meeting)
 
     def price(fleet: SavedFleet) -> float:
-        return fleet.cost_per_hour if priced and fleet.cost_per_hour is not None else float(fleet.total_gpus)
+        if priced and fleet.cost_per_hour is not None:
+            return fleet.cost_per_hour
+        return float(fleet.total_gpus)
 
     def words(fleet: SavedFleet) -> str:
-        gpus = f"{fleet.total_gpus} GPU{'s' * (fleet.total_gpus > 1)}"
-        return f"{gpus}, {fleet.cost_per_hour:.4g} $/h" if priced else gpus
+        gpus = format_count(fleet.total_gpus, "GPU")
+        if not priced:
+            return gpus
+        return f"{gpus}, {fleet.cost_per_hour:.4g} $/h"
 
     best, *others = sorted(meeting, key=price)
-    texts = [f"{best.name} is the {'cheapest' if priced else 'smallest'}: {words(best)}"]
+    superlative = "cheapest" if priced else "smallest"
+    texts = [f"{best.name} is the {superlative}: {words(best)}"]
     for fleet in others:
         ratio = price(fleet) / price(best)
-        equal = ", about equal" if ratio < 1 + _CLOSE else ""
-        texts.append(f"{fleet.name}: {words(fleet)}, {ratio:.2f}×{equal}")
+        text = f"{fleet.name}: {words(fleet)}, {ratio:.2f}×"
+        if ratio < 1 + _CLOSE:
+            text += ", about equal"
+        texts.append(text)
     texts += [f"{fleet.name}: no fleet meets the target" for fleet in fleets if not fleet.is_answer]
     return "; ".join(texts) + "."
 
@@ -93,21 +110,34 @@ def bests(fleets: Sequence[SavedFleet]) -> Table:
     titles |= {"$/hour": True, "TTFT": True, "upper end": True, "served": True}
     rows = Table(columns=[Column(title=title, number=number) for title, number in titles.items()])
     for fleet in fleets:
-        cost = fleet.cost_per_hour
-        reached_s = fleet.target_ttft_s
-        high_s = fleet.high_s
+        name = fleet.name
+        if not fleet.is_answer:
+            name += " (nearest miss)"
+        cost: str | Cell = ""
+        if fleet.cost_per_hour is not None:
+            cost = Cell(shown=f"{fleet.cost_per_hour:.2f}", value=fleet.cost_per_hour)
+        reached: str | Cell = "unserved"
+        if fleet.target_ttft_s is not None:
+            reached = seconds_cell(fleet.target_ttft_s)
+        high: str | Cell = ""
+        if fleet.high_s is not None:
+            high = Cell(shown=format_seconds(fleet.high_s), value=fleet.high_s)
         rows.add_row(
-            fleet.name if fleet.is_answer else f"{fleet.name} (nearest miss)",
+            name,
             fleet.groups,
-            Cell(shown=str(fleet.prefill_gpus), value=fleet.prefill_gpus),
-            Cell(shown=str(fleet.total_gpus - fleet.prefill_gpus), value=fleet.total_gpus - fleet.prefill_gpus),
-            Cell(shown=str(fleet.total_gpus), value=fleet.total_gpus),
-            "" if cost is None else Cell(shown=f"{cost:.2f}", value=cost),
-            "unserved" if reached_s is None else seconds_cell(reached_s),
-            "" if high_s is None else Cell(shown=format_seconds(high_s), value=high_s),
+            _number_cell(fleet.prefill_gpus),
+            _number_cell(fleet.total_gpus - fleet.prefill_gpus),
+            _number_cell(fleet.total_gpus),
+            cost,
+            reached,
+            high,
             Cell(shown=f"{100 * fleet.served_share:.4g} %", value=fleet.served_share),
         )
     return rows
+
+
+def _number_cell(number: int) -> Cell:
+    return Cell(shown=str(number), value=number)
 
 
 def growth(fleets: Sequence[SavedFleet]) -> Table:
@@ -117,8 +147,12 @@ def growth(fleets: Sequence[SavedFleet]) -> Table:
         cells: list[str | Cell] = []
         for fleet in fleets:
             gpus = fleet.growth.get(times)
-            without = "none" if times in fleet.growth else ""
-            cells.append(without if gpus is None else Cell(shown=f"{gpus} GPUs", value=gpus))
+            if gpus is not None:
+                cells.append(Cell(shown=f"{gpus} GPUs", value=gpus))
+            elif times in fleet.growth:
+                cells.append("none")
+            else:
+                cells.append("")
         rows.add_row(f"{times:g} times", *cells)
     return rows
 

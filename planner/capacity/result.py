@@ -18,6 +18,7 @@ from kvrsim.program import Array
 from kvrsim.results.question import Question
 from kvrsim.results.results import Viewable
 from kvrsim.scenario import Scenario
+from kvrsim.units import format_count
 from planner.capacity.decode import DecodeFleet, KvTransfer
 from planner.capacity.fleet import WHOLE, Fleet, FleetRun
 from planner.capacity.request import CapacityRequest
@@ -65,7 +66,7 @@ def trace_interval(ttft_s: Array, percentile: float, seed: int) -> Ends:
 
 def replications_interval(ttft_s: Sequence[Array], percentile: float) -> Ends:
     """Student's t interval over independent replications, one array each, widened to the percentile of all requests."""
-    values = np.array([percentile_of(one, percentile) for one in ttft_s])
+    values = np.array([percentile_of(replication_s, percentile) for replication_s in ttft_s])
     value_s = percentile_of(np.concatenate(ttft_s), percentile)
     if len(values) < 2 or not np.isfinite(values).all():
         return None
@@ -74,6 +75,9 @@ def replications_interval(ttft_s: Sequence[Array], percentile: float) -> Ends:
     half_s = float(student.ppf((1 + LEVEL) / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values)))
     mean_s = float(values.mean())
     return max(0.0, min(mean_s - half_s, value_s)), max(mean_s + half_s, value_s)
+
+
+_NOT_WRITTEN = ("ttft_s", "fleet", "runs")  # fields of FleetAnswer that its JSON leaves out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +94,10 @@ class GroupAnswer:
 
     def groups(self) -> str:
         """Describe the groups: "3 × 8 GPUs (tp4+kvr-s)"."""
-        suffix = "" if self.weights == WHOLE else f" ({self.strategy})"
-        return f"{self.replicas} × {self.gpus_per_group} GPU{'s' * (self.gpus_per_group > 1)}{suffix}"
+        groups = f"{self.replicas} × {format_count(self.gpus_per_group, 'GPU')}"
+        if self.weights == WHOLE:
+            return groups
+        return f"{groups} ({self.strategy})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,26 +156,33 @@ class FleetAnswer:
     @property
     def is_safe(self) -> bool | None:
         """Whether the upper end of the interval meets the target; None: unknown."""
-        return None if self.interval is None else self.interval.safe
+        if self.interval is None:
+            return None
+        return self.interval.safe
 
     @property
     def total_gpus(self) -> int:
         """Number of GPUs for prefill and for decoding together."""
-        return self.num_gpus + (self.decode.num_gpus if self.decode else 0)
+        if self.decode is None:
+            return self.num_gpus
+        return self.num_gpus + self.decode.num_gpus
 
     @property
     def total_cost_per_hour(self) -> float | None:
         """Price of all fleets together; None if no price was given."""
-        if self.cost_per_hour is None:
-            return None
-        return self.cost_per_hour + ((self.decode.cost_per_hour or 0.0) if self.decode else 0.0)
+        if self.cost_per_hour is None or self.decode is None:
+            return self.cost_per_hour
+        return self.cost_per_hour + (self.decode.cost_per_hour or 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; null for requests that are never served."""
-        hidden = ("ttft_s", "fleet", "runs")
-        content = fields_to_json(self, *(one.name for one in fields(self) if one.name not in hidden))
+        names = [field.name for field in fields(self) if field.name not in _NOT_WRITTEN]
+        content = fields_to_json(self, *names)
         content |= fields_to_json(self, "served_share", "total_gpus", "total_cost_per_hour")
-        return {name: None if value == math.inf else value for name, value in content.items()}
+        for name, value in content.items():
+            if value == math.inf:
+                content[name] = None
+        return content
 
     def point(self) -> dict[str, Any]:
         """Plain JSON values of the fleet as a point on the Pareto front."""
@@ -180,7 +193,11 @@ class FleetAnswer:
         """Groups in words: "3 × 2 GPUs for 1 to 4096 tokens, 1 × 8 GPUs for 4097 to 9000 tokens"."""
         if len(self.groups) == 1:
             return self.groups[0].groups()
-        return ", ".join("{} for {} to {} tokens".format(one.groups(), *one.context_range) for one in self.groups)
+        texts = []
+        for group in self.groups:
+            low, high = group.context_range
+            texts.append(f"{group.groups()} for {low} to {high} tokens")
+        return ", ".join(texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +210,10 @@ class Infeasible:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        groups = "" if self.gpus_per_group is None else f"{groups_of([self.gpus_per_group])}: "
-        return {"gpus_per_group": self.gpus_per_group, "code": self.code, "why": groups + self.reason}
+        why = self.reason
+        if self.gpus_per_group is not None:
+            why = f"{groups_of([self.gpus_per_group])}: {why}"
+        return {"gpus_per_group": self.gpus_per_group, "code": self.code, "why": why}
 
 
 def format_share(share: float) -> str:
@@ -208,9 +227,11 @@ def format_share(share: float) -> str:
 
 def groups_of(sizes: Sequence[int]) -> str:
     """Describe the sizes: "groups of 1, 2 and 4 GPUs"."""
-    *first, last = map(str, sizes)
-    text = f"{', '.join(first)} and {last}" if first else last
-    return f"groups of {text} GPU{'' if text == '1' else 's'}"
+    *first, last = sizes
+    text = format_count(last, "GPU")
+    if first:
+        text = f"{', '.join(map(str, first))} and {last} GPUs"
+    return f"groups of {text}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -252,7 +273,9 @@ class CapacityPlan(Viewable):
     @property
     def decode_fleet(self) -> DecodeFleet | None:
         """The fleet that decodes; None if not requested, or if no fleet decodes within the TPOT."""
-        return None if self.answer is None else self.answer.decode
+        if self.answer is None:
+            return None
+        return self.answer.decode
 
     @property
     def first(self) -> FleetAnswer:
@@ -269,15 +292,22 @@ class CapacityPlan(Viewable):
     @property
     def serves_more(self) -> FleetAnswer | None:
         """The cheapest alternative that serves more requests than the answer; None: the search found none."""
-        unserved = 0 if self.answer is None else self.answer.unserved
-        return next((fleet for fleet in self.alternatives if fleet.unserved < unserved), None)
+        if self.answer is None:
+            return None
+        for fleet in self.alternatives:
+            if fleet.unserved < self.answer.unserved:
+                return fleet
+        return None
 
     def assumptions(self) -> dict[str, str]:
         """Assumptions of the answer, in sentences."""
+        meaning = MEANING_OF_TRACE
+        if self.request.source.is_random:
+            meaning = MEANING_OF_DRAWN
         return {
             "decoding": self.request.decoding,
             "dispatch": self.request.dispatch,
-            "interval_meaning": MEANING_OF_DRAWN if self.request.source.is_random else MEANING_OF_TRACE,
+            "interval_meaning": meaning,
             "provenance": provenance(self.scenario),
         }
 
@@ -286,28 +316,39 @@ class CapacityPlan(Viewable):
 
         If the upper end of the interval must meet the target, the front has only fleets whose upper end does.
         """
-        cost = attrgetter("total_cost_per_hour" if self.request.limits.by_cost else "total_gpus", "target_ttft_s")
+        cost = attrgetter("total_gpus", "target_ttft_s")
+        if self.request.limits.by_cost:
+            cost = attrgetter("total_cost_per_hour", "target_ttft_s")
+        fleets: Sequence[FleetAnswer] = self.tried
+        if self.request.sure:
+            fleets = [fleet for fleet in self.tried if fleet.is_safe] or self.tried
         front: list[FleetAnswer] = []
-        fleets = [one for one in self.tried if one.is_safe or not self.request.sure] or self.tried
-        for one in sorted(fleets, key=cost):
-            if one.target_ttft_s < (front[-1].target_ttft_s * (1 - _GAIN) if front else math.inf):
-                front.append(one)
+        below_s = math.inf
+        for fleet in sorted(fleets, key=cost):
+            if fleet.target_ttft_s < below_s:
+                front.append(fleet)
+                below_s = fleet.target_ttft_s * (1 - _GAIN)
         return front
 
     def reasons(self) -> Iterator[str]:
         """Reasons why no fleet meets the target, or why groups miss it; one line per reason."""
-        for (_, reason), alike in groupby(self.infeasible, key=lambda one: (one.code, one.reason)):
-            sizes = [one.gpus_per_group for one in alike if one.gpus_per_group is not None]
-            yield f"{groups_of(sizes)}: {reason}" if sizes else reason
+        for (_, reason), alike in groupby(self.infeasible, key=attrgetter("code", "reason")):
+            sizes = [groups.gpus_per_group for groups in alike if groups.gpus_per_group is not None]
+            if sizes:
+                yield f"{groups_of(sizes)}: {reason}"
+            else:
+                yield reason
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        growth = {} if self.answer is None else {"growth": fields_to_json(self, "growth")["growth"]}
+        answer = None
+        if self.answer is not None:
+            answer = self.answer.to_dict() | fields_to_json(self, "growth")
         return (
             self.question.header()
-            | {"answer": None if self.answer is None else self.answer.to_dict() | growth}
+            | {"answer": answer}
             | fields_to_json(self, "alternatives", "infeasible", "nearest_miss", "cluster")
-            | {"pareto": [one.point() for one in self.pareto()]}
+            | {"pareto": [fleet.point() for fleet in self.pareto()]}
             | {"model": self.scenario.model.name, "profile": self.scenario.profile_name}
             | fields_to_json(self, "slo_ttft_s", "percentile")
             | {"objective": self.request.objective, "served_share": self.first.served_share}
@@ -320,8 +361,10 @@ class CapacityPlan(Viewable):
 
     def rows(self) -> list[dict[str, Any]]:
         """Plain JSON values of each fleet that meets the target, the answer first."""
-        fleets = [*([] if self.answer is None else [self.answer]), *self.alternatives]
-        return [{"fleet": one.describe()} | one.to_dict() for one in fleets]
+        fleets = list(self.alternatives)
+        if self.answer is not None:
+            fleets.insert(0, self.answer)
+        return [{"fleet": fleet.describe()} | fleet.to_dict() for fleet in fleets]
 
     def to_frame(self) -> pandas.DataFrame:
         """One row per fleet, the answer first."""

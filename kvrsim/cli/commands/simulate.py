@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvrsim.arguments import NoiseArgs, ScenarioArgs, SimulateArgs, UsersArgs
@@ -12,13 +12,13 @@ from kvrsim.cli.options import OutputArgs, PageArgs, with_options
 from kvrsim.cli.output import print_answer, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.errors import InputError
-from kvrsim.units import format_bytes, format_seconds
+from kvrsim.units import format_bytes, format_count, format_seconds
 from kvrsim.views.table import Table, columns, format_partition, narrowing, ranks_table
 
 if TYPE_CHECKING:
     from kvrsim.noise import Estimate
     from kvrsim.results.results import SimResult
-    from kvrsim.results.timeline import Breakdown
+    from kvrsim.results.timeline import Breakdown, BreakdownRow
 
 
 @with_options()
@@ -53,14 +53,21 @@ _WIDE = 0.005  # smallest share of TTFT for which a cause is listed
 def simulation_screen(result: SimResult) -> list[lines.Part]:
     """Screen of a simulation: TTFT, the question, one row per rank, and notes."""
     limit = result.memory_limit.nbytes
-    partition = None if len(result.partition) < 2 else f"{format_partition(result.partition, room=10**6)} tokens"
+    partition = None
+    pipeline = None
+    if result.layers is not None:
+        pipeline = lines.stages_text(result.partition, result.layers)
+    elif len(result.partition) > 1:
+        partition = f"{format_partition(result.partition, room=10**6)} tokens"
+    blocks = None
+    if result.query_blocks is not None:
+        blocks = lines.blocks_text(result.query_blocks)
     answer = lines.facts(
         ("TTFT:", lines.headline(_ttft(result, limit))),
         lines.users_row(result.users, result.mean_ttft_s),
-        ("partition:", partition)
-        if result.layers is None
-        else ("pipeline:", lines.stages_text(result.partition, result.layers)),
-        ("query blocks:", None if result.query_blocks is None else lines.blocks_text(result.query_blocks)),
+        ("partition:", partition),
+        ("pipeline:", pipeline),
+        ("query blocks:", blocks),
         *_noise_rows(result),
     )
     table = lines.facts(
@@ -81,15 +88,21 @@ def _ttft(result: SimResult, limit: int) -> str:
     num_gpus = len(result.per_rank)
     peak = max(rank.memory.total for rank in result.per_rank)
     time = lines.likely(result.ttft_low_s, result.ttft_s, result.ttft_high_s, result.interval_coverage)
-    text = f"{result.strategy} on {num_gpus} GPU{'s' * (num_gpus != 1)}, {time}"
-    return text if peak <= limit else f"{text}; does not fit in memory: {format_bytes(peak - limit)} too much"
+    text = f"{result.strategy} on {format_count(num_gpus, 'GPU')}, {time}"
+    if peak > limit:
+        text += f"; does not fit in memory: {format_bytes(peak - limit)} too much"
+    return text
 
 
 def _interval(result: SimResult) -> str:
     """Causes of a wide interval."""
-    wide = {name: ends for name, ends in result.interval_causes.items() if max(map(abs, ends)) >= _WIDE}
-    causes = ", ".join(f"{name} {low:+.1%} to {high:+.1%}" for name, (low, high) in list(wide.items())[:_MOST_CAUSES])
-    return f"from {causes}" if causes else ""
+    causes = []
+    for name, (low, high) in result.interval_causes.items():
+        if max(abs(low), abs(high)) >= _WIDE:
+            causes.append(f"{name} {low:+.1%} to {high:+.1%}")
+    if not causes:
+        return ""
+    return f"from {', '.join(causes[:_MOST_CAUSES])}"
 
 
 def _noise_rows(result: SimResult) -> Iterator[lines.Row]:
@@ -104,27 +117,49 @@ def _noise_rows(result: SimResult) -> Iterator[lines.Row]:
 
 def _limits(estimate: Estimate) -> str:
     """Format an estimate and its confidence limits."""
-    ends = [None if end is None else format_seconds(end) for end in (estimate.low_s, estimate.high_s)]
-    if ends == [None, None]:
-        return format_seconds(estimate.value_s)
-    return f"{format_seconds(estimate.value_s)} ({ends[0] or '?'}–{ends[1] or '?'})"
+    value = format_seconds(estimate.value_s)
+    if estimate.low_s is None and estimate.high_s is None:
+        return value
+    return f"{value} ({_end(estimate.low_s)}–{_end(estimate.high_s)})"
+
+
+def _end(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    return format_seconds(seconds)
 
 
 def _breakdown(breakdown: Breakdown) -> Table:
     """One row per operation: seconds on the first and the last rank, and its share of the time of all ranks."""
     last = max(row.rank for row in breakdown.rows)
-    ranks = (0, last) if last else (0,)
+    ranks = sorted({0, last})
     table = columns("operation", "what", *(f">rank {rank}" for rank in ranks), ">share", ">roofline", "basis")
     kinds = list(dict.fromkeys(row.kind for row in breakdown.rows))
-    keys = dict.fromkeys((row.kind, row.what) for row in breakdown.rows)
-    for key in sorted(keys, key=lambda key: kinds.index(key[0])):
-        rows = {row.rank: row for row in breakdown.rows if (row.kind, row.what) == key}
-        seconds = [format_seconds(rows[rank].seconds) if rank in rows else "" for rank in ranks]
+    rows_of: dict[tuple[str, str], dict[int, BreakdownRow]] = {}
+    for row in breakdown.rows:
+        rows_of.setdefault((row.kind, row.what), {})[row.rank] = row
+    for kind, what in sorted(rows_of, key=lambda key: kinds.index(key[0])):
+        rows = rows_of[kind, what]
+        seconds = [""] * len(ranks)
+        for place, rank in enumerate(ranks):
+            if rank in rows:
+                seconds[place] = format_seconds(rows[rank].seconds)
         share = sum(row.share for row in rows.values()) / (last + 1)
-        least = [None if row.roofline_share is None else row.roofline_share * row.seconds for row in rows.values()]
-        total_s = sum(row.seconds for row in rows.values())
-        roofline = "" if None in least else f"{sum(filter(None, least)) / total_s:.0%}"
-        bases = Counter(row.basis for row in rows.values())
-        basis = ", ".join(f"{name} ({count})" if len(bases) > 1 else name for name, count in bases.items())
-        table.add_row(*key, *seconds, f"{share:.1%}", roofline, basis)
+        table.add_row(kind, what, *seconds, f"{share:.1%}", *_roofline_and_basis(list(rows.values())))
     return table
+
+
+def _roofline_and_basis(rows: Sequence[BreakdownRow]) -> tuple[str, str]:
+    """The share of the roofline that an operation reaches on all ranks, and the basis of its times."""
+    roofline = ""
+    least_s = 0.0
+    for row in rows:
+        if row.roofline_share is None:
+            break
+        least_s += row.roofline_share * row.seconds
+    else:
+        roofline = f"{least_s / sum(row.seconds for row in rows):.0%}"
+    bases = Counter(row.basis for row in rows)
+    if len(bases) == 1:
+        return roofline, rows[0].basis
+    return roofline, ", ".join(f"{name} ({count})" for name, count in bases.items())
