@@ -74,8 +74,8 @@ fit: $(VENV)/.core ## fit profile a100-eager anew from the published figures
 	$(BIN)/python -m validate.published.fit
 	$(BIN)/python -m validate.profiles
 
-engines: $(VENV)/.core ## fit the records of vllm, sglang, trtllm and serving again (SETTINGS=FILE.csv CONFIGS=FOLDER PREFILLS=FILE.csv)
-	@[ -n "$(SETTINGS)" ] && [ -n "$(CONFIGS)" ] && [ -n "$(PREFILLS)" ] || { echo "make engines: SETTINGS=FILE.csv CONFIGS=FOLDER PREFILLS=FILE.csv, see calibrate/engines" >&2; exit 2; }
+engines: $(VENV)/.core ## fit the records of vllm, sglang, trtllm and serving again (SETTINGS=FILE.csv CONFIGS=FOLDER PREFILLS=FILE.csv,FILE.csv)
+	@[ -n "$(SETTINGS)" ] && [ -n "$(CONFIGS)" ] && [ -n "$(PREFILLS)" ] || { echo "make engines: SETTINGS=FILE.csv CONFIGS=FOLDER PREFILLS=FILE.csv,FILE.csv, see calibrate/engines" >&2; exit 2; }
 	$(BIN)/python -m calibrate.engines "$(SETTINGS)" --configs "$(CONFIGS)" --prefills "$(PREFILLS)"
 
 models: $(VENV)/.dev ## write the catalogue of model types and its page anew (transformers' classes)

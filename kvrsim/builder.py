@@ -326,7 +326,7 @@ def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
     tokens = scenario.request.batch * scenario.request.new_tokens
     for unknown in () if engine is None else engine.unknowns(model.model_type, profile.gpu, tokens):
         assert engine is not None
-        if engine.fit is not None and unknown in engine.fit.widths:
+        if engine.has_share_interval:
             what = {"model": model.model_type, "gpu": profile.gpu, "short": SHORT_TOKENS}.get(unknown, "")
             notes.append(note(f"engine, {unknown}", engine=engine.name, what=what))
     return notes

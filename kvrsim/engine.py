@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from kvrsim.choices import DeployEngine
 from kvrsim.errors import InputError
@@ -33,8 +33,6 @@ TERMS = (
     *("request_s", "token_s", "step_s", "layer_s", "launch_s", "collective_s"),
     *("kernel_scale", "other_gpu", "model"),
 )
-LAYOUT = "layout"  # name of an unknown layout, see Engine.sides
-WIDTHS = ("setting", "model", "gpu", "version", "short")  # kinds of rows left out of a fit, each with a width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,13 +47,10 @@ class EngineFit:
     left_out_median_ape: RelativeError
     left_out: str  # the unit left out at a time: "row", "setting" (model, strategy, GPUs) or "engine"
     log_sd: RelativeError  # spread of log(predicted / measured) on rows that were left out
-    # By the kind of rows left out: the log(predicted / measured) and the log(measured / predicted) that a tenth of the
-    # rows exceeds; empty: only log_sd is known. "short": prompts below SHORT_TOKENS.
-    widths: Annotated[Mapping[str, tuple[RelativeError, RelativeError]], Keys(WIDTHS)] = field(default_factory=dict)
+    # What a prediction interval is made from: "rows": log_sd; "shares": shares of TTFT, see error_rule.py.
+    interval: Literal["rows", "shares"] = "rows"
     coverage: RelativeError  # share of left-out rows whose TTFT is inside its 80 % interval
     short_coverage: RelativeError | None = None  # coverage below SHORT_TOKENS; None: part of `coverage`
-    # Widths of the engine that was the prior of the fit, below and above: the least ones for layouts without rows.
-    prior_sides: tuple[RelativeError, RelativeError] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,7 +126,7 @@ class Engine:
         )
 
     def unknowns(self, model_type: str, gpu: str, tokens: int) -> tuple[str, ...]:
-        """Properties of a question that none of the engine's prefills has, as keys of EngineFit.widths."""
+        """Properties of a question that none of the engine's prefills has: "model", "gpu", "version" and "short"."""
         unknown = {
             "model": bool(self.models) and model_type not in self.models,
             "gpu": bool(self.gpus) and gpu not in self.gpus,
@@ -140,22 +135,15 @@ class Engine:
         }
         return tuple(name for name, is_unknown in unknown.items() if is_unknown)
 
-    def sides(self, unknowns: Sequence[str]) -> tuple[float, float] | None:
-        """Distances of log TTFT below and above a prediction: the widest 80 % interval that applies.
+    @property
+    def has_share_interval(self) -> bool:
+        """Whether intervals are made from shares of TTFT (error_rule.py), not from the errors of the engine's rows."""
+        return self.fit is not None and self.fit.interval == "shares"
 
-        None: the engine was never compared with whole prefills. LAYOUT in `unknowns`: no prefill had such a layout.
-        """
-        widths = list[tuple[float, float]]()
-        if self.fit is not None and self.fit.widths:
-            widths = [width for name, width in self.fit.widths.items() if name in ("setting", *unknowns)]
-        else:
-            log_sd = self.spread.get("model") if self.fit is None else self.fit.log_sd
-            if log_sd is None:
-                return None
-            widths.append((DEVIATES_OF_80_PERCENT * log_sd,) * 2)
-        if self.fit is not None and self.fit.prior_sides is not None and LAYOUT in unknowns:
-            widths.append(self.fit.prior_sides)
-        return max(below for below, _ in widths), max(above for _, above in widths)
+    @property
+    def rows_log_sd(self) -> float | None:
+        """Standard deviation of log TTFT on rows left out of the fit; None: never compared with whole prefills."""
+        return self.spread.get("model") if self.fit is None else self.fit.log_sd
 
     def write(self, path: str | Path) -> None:
         """Write the record as JSON; the file appears whole or not at all."""

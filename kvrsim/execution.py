@@ -92,7 +92,7 @@ def layout_of(scenario: Scenario, degrees: Degrees) -> Layout:
 
     Experts are spread over GPUs if the scenario requires it, or if a rank cannot hold all experts.
     """
-    is_mixture = any(layer.num_experts for layer in scenario.model.layer_kinds)
+    is_mixture = scenario.model.is_mixture
     if scenario.expert_parallel and degrees.experts == "default":
         degrees = replace(degrees, experts="ep")
     fits = True

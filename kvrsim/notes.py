@@ -13,8 +13,26 @@ NOTES: Mapping[str, str] = json.loads((Path(__file__).parent / "data" / "notes.j
 _RANGES = ("context-range", "GPUs-range", "hidden_size-range", "head_dim-range")
 # Codes of notes that say why the answer may be wrong, in the order in which answers list them.
 _FIRST = (
-    *("roofline", "table setting", "quantised, not modelled", "GPU", "sibling", "layout", "engine, unknown", "engine"),
-    *("engine, model", "engine, gpu", "engine, version", "engine, short", "bus search", "default cluster", "network"),
+    *(
+        "roofline",
+        "table setting",
+        "quantised, not modelled",
+        "GPU",
+        "sibling",
+        "layout",
+        "interval",
+        "engine, unknown",
+    ),
+    *(
+        "engine",
+        "engine, model",
+        "engine, gpu",
+        "engine, version",
+        "engine, short",
+        "bus search",
+        "default cluster",
+        "network",
+    ),
     *("links, given", "links, nominal", "max position", "model"),
 )
 # Codes of notes that nearly every answer has, in the order in which answers list them, after all others.

@@ -5,6 +5,7 @@ A partition says how the request's context is split over ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
@@ -13,7 +14,7 @@ from typing import Any, Self
 from kvrsim.choices import DTYPE_BYTES, DTYPES
 from kvrsim.engine import NO_ENGINE, NO_HOST, Engine, HostRates
 from kvrsim.errors import InputError, check_whole
-from kvrsim.hardware import DEFAULT_MEMORY_FRACTION, Cluster, MemoryLimit
+from kvrsim.hardware import DEFAULT_MEMORY_FRACTION, Cluster, MemoryLimit, builtin_gpus, load_gpu
 from kvrsim.kernels.attention import ATTENTION_KERNELS
 from kvrsim.kernels.cost import KernelTraits
 from kvrsim.kernels.experts import check_imbalance, place_experts
@@ -118,7 +119,9 @@ class Partition:
 
 ROOFLINE = "roofline"
 KERNELS = ATTENTION_KERNELS
+_SAME_PEAK = 0.1  # relative difference of arithmetic rates per multiprocessor below which kernels are as efficient
 LONGEST_CHECKED = 2**19  # tokens of the longest prefills of dense models with flash attention that were compared
+LONGEST_CHECKED_OTHERS = 2**17  # the same of mixtures, latent attention and recurrences
 _LEAST_CHECKED = 2**14  # tokens: tables of kernels that end before say less about long contexts
 _MOST_MESSAGE_SHARE = 0.9  # largest share of a GPU's multiprocessors that messages take
 
@@ -209,19 +212,36 @@ class Scenario(Source):
         return self.cluster.num_gpus
 
     @property
+    def has_scaled_kernels(self) -> bool:
+        """Whether the kernels' rates are those of a GPU with another arithmetic rate per multiprocessor."""
+        gpu = self.cluster.gpu
+        if self.profile is None or self.profile.gpu == gpu.name:
+            return False
+        if self.profile.gpu not in builtin_gpus():
+            return True
+        measured = load_gpu(self.profile.gpu)
+        peak = gpu.peak_flops["fp16"] / gpu.num_sms
+        measured_peak = measured.peak_flops["fp16"] / measured.num_sms
+        return not math.isclose(peak, measured_peak, rel_tol=_SAME_PEAK)
+
+    @property
     def context_span(self) -> tuple[int, int]:
         """Shortest and longest context for which the profile's measurements say how far off a prediction is.
 
         Flash attention counts FLOPs: in dense models, whole prefills of up to LONGEST_CHECKED tokens were no further
-        off than those of the length of the longest measured kernel. Mixtures, sparse attention, latents and recurrences
-        were off more in long contexts, or were not compared.
+        off than those of the length of the longest measured kernel; in mixtures, latent attention and recurrences,
+        those of up to LONGEST_CHECKED_OTHERS tokens. Windows in mixtures and sparse attention were off more in long
+        contexts, or were not compared.
         """
         assert self.profile is not None, "a roofline has no measurements"
         shortest, longest = self.profile.valid.context_len
-        kinds = self.model.layer_kinds
-        is_dense = all(isinstance(one.mixer, Attention | None) and not one.num_experts for one in kinds)
-        if is_dense and self.kernel == "flash" and longest >= _LEAST_CHECKED:
-            longest = max(longest, LONGEST_CHECKED)
+        if self.kernel != "flash" or longest < _LEAST_CHECKED:
+            return shortest, longest
+        mixers = [layer.mixer for layer in self.model.layer_kinds if layer.mixer is not None]
+        if not self.model.is_mixture and all(isinstance(mixer, Attention) for mixer in mixers):
+            return shortest, max(longest, LONGEST_CHECKED)
+        if not any(mixer.is_sparse or mixer.reach is not None for mixer in mixers):
+            longest = max(longest, LONGEST_CHECKED_OTHERS)
         return shortest, longest
 
     @property

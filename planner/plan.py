@@ -52,6 +52,7 @@ from planner.uncertainty.intervals import (
     layout_notes,
     measured_coverage,
     provenance,
+    width_notes,
 )
 
 # Modules for noise, tables and plans that do not fit are imported on use, because each import slows down every start.
@@ -395,6 +396,7 @@ class Ranking:
             ),
             *coverage_notes_of(self.scenario),
             *layout_notes(self.best.execution),
+            *width_notes(self.best.execution, self.best.interval),
             *prefix_access_notes(self.candidates),
             *self._even_chunks_note(),
             *(_memory_note(one) for one in self.candidates if not one.fits),

@@ -15,7 +15,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy, label_of
 from kvrsim.strategies.pipeline import layers_of, tokens_of
 from planner.candidates import Candidate, Search, prefix_access_notes
-from planner.uncertainty.intervals import coverage_notes_of, interval_of, layout_notes, measured_coverage
+from planner.uncertainty.intervals import coverage_notes_of, interval_of, layout_notes, measured_coverage, width_notes
 
 if TYPE_CHECKING:
     from kvrsim.noise import Distribution, NoiseDraw
@@ -89,6 +89,7 @@ def run_simulation(
             *warnings,
             *coverage_notes_of(scenario),
             *layout_notes(execution),
+            *width_notes(execution, interval),
             *prefix_access_notes([candidate]),
             *_table_notes(candidate, search),
         ),

@@ -1,14 +1,16 @@
 """Prefills on engines of 2025 and 2026: score the records of vLLM, SGLang and TensorRT-LLM, and any other predictor.
 
-`python -m validate.silicon SETTINGS.csv --configs FOLDER` scores kvrsim and another estimator in the file, and writes
-docs/results/silicon.md. `--prefills FILE.csv` adds prefills of other sources. `python -m calibrate.engines` fits the
-records; calibrate/engines describes the files, which kvrsim does not ship. The other estimator is the column
+`python -m validate.silicon SETTINGS.csv --configs FOLDER --prefills FILE.csv,FILE.csv` scores kvrsim and another
+estimator in the file, and writes docs/results/silicon.md. The prefills are of other sources; they score the
+intervals. `python -m calibrate.engines` fits the records and the rule for intervals; calibrate/engines describes the
+files, which kvrsim does not ship. The other estimator is the column
 aisimulate_static_s.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,28 +19,36 @@ from pathlib import Path
 import numpy as np
 
 from calibrate.engines.fit import ENGINES, SPLITS, half_left_out, left_out
-from calibrate.engines.prefills import EnginePrefill, read_prefills
-from calibrate.engines.records import shipped_seconds, widths_of
+from calibrate.engines.prefills import EnginePrefill, paths_of
+from calibrate.engines.records import shipped_seconds
 from calibrate.engines.settings import Settings, read_settings
+from calibrate.engines.shares import ErrorRows, OtherRows, RuleFit, fit_shares, groups_of, read_other_rows, scores_of
 from calibrate.prefills.fit import RowCheck
-from kvrsim.engine import PRIOR_ENGINE, SHORT_TOKENS, load_engine
+from kvrsim.engine import DEVIATES_OF_80_PERCENT, PRIOR_ENGINE, SHORT_TOKENS, load_engine
 from kvrsim.program import Array
-from kvrsim.units import format_seconds
+from kvrsim.units import format_seconds, format_tokens
 from planner.candidates import Candidate
 from validate.report import RESULTS, fill, run_command, summary, table, write_page
 
 PAGE = RESULTS / "silicon.md"
+_LEAST_ROWS = 5  # least number of an engine's errors from which a width is computed
 
 
-def coverage_left_out(logs: Array, groups: Array, engines: Array) -> float:
-    """Share of settings inside the widths that are computed from the errors of all other groups."""
-    inside = []
+def constant_half_widths(logs: Array, groups: Array, engines: Array) -> Array:
+    """A half-width of log TTFT for each row: the 80 % quantile of the absolute errors of all other groups.
+
+    Where those of the same engine in other groups have a larger one, it is theirs.
+    """
+    sizes = np.abs(logs)
+    half_widths = np.zeros(len(logs))
     for group, engine in set(zip(groups.tolist(), engines.tolist(), strict=True)):
         others = groups != group
-        own = ~others & (engines == engine)
-        shorter, longer = widths_of(logs[others], engines[others] == engine)
-        inside.append((logs[own] <= shorter) & (-logs[own] <= longer))
-    return float(np.mean(np.concatenate(inside)))
+        half_width = np.quantile(sizes[others], 0.8)
+        same = others & (engines == engine)
+        if same.sum() >= _LEAST_ROWS:
+            half_width = max(half_width, np.quantile(sizes[same], 0.8))
+        half_widths[(groups == group) & (engines == engine)] = half_width
+    return half_widths
 
 
 # -- the page
@@ -61,8 +71,9 @@ def score(settings: Settings, predictors: dict[str, Array]) -> list[str]:
     return table(("settings", "number", *errors), rows)
 
 
-def page(settings: Settings, predictors: dict[str, Array], others: Sequence[OtherPrefill] = ()) -> list[str]:
+def page(settings: Settings, predictors: dict[str, Array], other: OtherRows) -> list[str]:
     """Markdown lines of docs/results/silicon.md."""
+    rule_fit = fit_shares(settings, other)
     measured_s = settings.of("prefill_s")
     splits = {f"{split} left out": left_out(settings, split) for split in SPLITS}  # "setting left out" comes first
     half = np.abs(np.expm1(half_left_out(settings)))
@@ -77,7 +88,7 @@ def page(settings: Settings, predictors: dict[str, Array], others: Sequence[Othe
         by_engine = [np.median(np.abs(seconds / measured_s - 1)[has & (settings.of("engine") == e)]) for e in ENGINES]
         logs = np.log(seconds[has] / measured_s[has])
         groups = settings.group(name.split(", ")[1].split()[0] if "left out" in name else "model")[has]
-        inside = f"{coverage_left_out(logs, groups, settings.of('engine')[has]):.0%}"
+        inside = f"{np.mean(np.abs(logs) <= constant_half_widths(logs, groups, settings.of('engine')[has])):.0%}"
         rows.append((name, len(errors), f"{np.median(errors):.1%}", *(f"{one:.1%}" for one in by_engine), inside))
     return fill(
         "silicon",
@@ -86,14 +97,68 @@ def page(settings: Settings, predictors: dict[str, Array], others: Sequence[Othe
         transfer=format_seconds(load_engine(PRIOR_ENGINE).transfer_s),
         groups=score(settings, {"kvrsim, model left out": splits["model left out"], **predictors}),
         count=len(settings),
-        others=other_lines(others),
+        others=other_lines([OtherPrefill.of(prefill) for prefill in other.prefills]),
+        intervals=interval_table(rule_fit),
+        values=value_table(rule_fit),
+        num_rows=len(rule_fit.log_sds),
+        num_pairs=rule_fit.num_pairs,
+        num_calibrated=rule_fit.num_calibrated,
+        calibrated=f"{rule_fit.rule.calibrated:.2g}",
     )
+
+
+def interval_table(rule_fit: RuleFit) -> list[str]:
+    """Table of the intervals' scores by group, beside those of constant widths."""
+    by_model = rule_fit.tables["model_type"]
+    others = {name: rule_fit.tables[name] for name in ("gpu", "engine")}
+    constant = constant_log_sds(by_model)
+    rows = []
+    for name, is_in in groups_of(by_model).items():
+        if not is_in.any():
+            continue
+        logs = by_model.log_errors[is_in]
+        before = scores_of(logs, constant[is_in])
+        rule = scores_of(logs, rule_fit.log_sds[is_in])
+        width = np.exp(2 * DEVIATES_OF_80_PERCENT * np.median(rule_fit.log_sds[is_in]))
+        cells = [name, rule.num_rows, f"{before.coverage:.0%}", f"{before.interval_score:.2f}"]
+        cells += [f"{rule.coverage:.0%}", f"{rule.interval_score:.2f}", f"{width:.2f}"]
+        for table_of_split in others.values():
+            is_same = groups_of(table_of_split)[name]
+            log_sds = table_of_split.log_sds(rule_fit.rule)
+            cells.append(f"{scores_of(table_of_split.log_errors[is_same], log_sds[is_same]).coverage:.0%}")
+        rows.append(cells)
+    heads = ["prefills", "number", "inside, constant width", "score", "inside, by shares", "score", "high / low"]
+    return table((*heads, "inside, GPU left out", "inside, engine left out"), rows)
+
+
+def constant_log_sds(rows: ErrorRows) -> Array:
+    """Standard deviations for intervals of a constant width per engine, from the errors of other model types."""
+    columns = [rows.frame[name].to_numpy() for name in ("model_type", "engine")]
+    return constant_half_widths(rows.log_errors, *columns) / DEVIATES_OF_80_PERCENT
+
+
+def value_table(rule_fit: RuleFit) -> list[str]:
+    """Table of the rule's values."""
+    rule = rule_fit.rule
+    rows = [
+        ("floor", rule.floor, "every TTFT"),
+        *((f"engine, {name}", log_sd, "the seconds that the engine adds") for name, log_sd in rule.engine.items()),
+        ("unknown engine", rule.unknown_engine, "the same seconds, in addition, if the engine was not measured"),
+        *((f"kernels, {kind}", log_sd, "the seconds of kernels and links") for kind, log_sd in rule.kernels.items()),
+        ("sibling", rule.sibling, "the same seconds, in addition, with rates scaled from another GPU"),
+        ("short", rule.short, f"TTFT below {SHORT_TOKENS} tokens, in addition"),
+        ("context", rule.layouts["context"], "TTFT with a split context, in addition"),
+    ]
+    return table(("value", "standard deviation of the logarithm", "of"), rows)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OtherPrefill(RowCheck):
     """A prefill of another source, predicted by the record of its engine."""
 
+    source: str  # who published it
+    model: str
+    gpus: str  # number and kind of GPUs, and the engine
     tokens: int  # tokens of all prompts together
 
     @classmethod
@@ -103,6 +168,9 @@ class OtherPrefill(RowCheck):
         interval = candidate.interval
         return cls(
             case=prefill.case,
+            source=prefill.source,
+            model=prefill.scenario.model.name,
+            gpus=prefill.case.partition(" on ")[2],
             tokens=prefill.tokens,
             measured_s=prefill.measured_s,
             predicted_s=candidate.ttft_s,
@@ -112,18 +180,29 @@ class OtherPrefill(RowCheck):
 
 
 def other_lines(others: Sequence[OtherPrefill]) -> list[str]:
-    """Lines with the median errors of other prefills, and a table of all."""
+    """Lines with the median errors of other prefills, and a table by source, model and GPUs."""
     lines = []
-    for title, own in (
+    for title, group in (
         (f"{SHORT_TOKENS} tokens and more", [one for one in others if one.tokens >= SHORT_TOKENS]),
         (f"below {SHORT_TOKENS} tokens", [one for one in others if one.tokens < SHORT_TOKENS]),
     ):
-        if own:
-            errors = summary([one.rel_error for one in own], [one.inside for one in own])
+        if group:
+            errors = summary([one.rel_error for one in group], [one.inside for one in group])
             shares = f"median error {errors['median_ape']:.1%}, {errors['coverage']:.0%} inside"
-            lines.append(f"- {title}: {len(own)} prefills, {shares}.")
-    rows = [(one.case, f"{one.measured_s:.3g}", f"{one.predicted_s:.3g}", f"{one.rel_error:+.0%}") for one in others]
-    return [*lines, "", *table(("prefill", "measured s", "predicted s", "error"), rows)]
+            lines.append(f"- {title}: {len(group)} prefills, {shares}.")
+    by_machine: dict[tuple[str, str, str], list[OtherPrefill]] = {}
+    for prefill in others:
+        by_machine.setdefault((prefill.source, prefill.model, prefill.gpus), []).append(prefill)
+    rows = []
+    for machine, group in by_machine.items():
+        errors = summary([one.rel_error for one in group], [one.inside for one in group])
+        tokens = [one.tokens for one in group]
+        lengths = format_tokens(min(tokens))
+        if max(tokens) > min(tokens):
+            lengths += f" to {format_tokens(max(tokens))}"
+        rows.append((*machine, lengths, len(group), f"{errors['median']:+.0%}", f"{errors['coverage']:.0%}"))
+    heads = ("source", "model", "GPUs, engine", "tokens", "number", "median error", "inside")
+    return [*lines, "", *table(heads, rows)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -131,15 +210,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(prog="python -m validate.silicon", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("settings", type=Path, metavar="SETTINGS.csv")
     parser.add_argument("--configs", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--prefills", type=Path, metavar="FILE.csv", help="prefills of other sources, never fitted")
+    parser.add_argument(
+        "--prefills", type=paths_of, required=True, metavar="FILE.csv,FILE.csv", help="prefills of other sources"
+    )
     options = parser.parse_args(arguments)
     settings = read_settings(options.settings, options.configs)
-    prefills = read_prefills(options.prefills) if options.prefills else []
-    others = [OtherPrefill.of(prefill) for prefill in prefills]
     predictors = {}
     if "aisimulate_static_s" in settings.rows:
         predictors["AISimulate 0.13, static"] = settings.of("aisimulate_static_s").astype(float)
-    write_page(PAGE, page(settings, predictors, others))
+    with tempfile.TemporaryDirectory() as folder:
+        other = read_other_rows(options.prefills, options.configs, Path(folder))
+        write_page(PAGE, page(settings, predictors, other))
     print(f"{PAGE}: {len(settings)} settings")
 
 

@@ -1,21 +1,24 @@
-"""Fit the records of vLLM, SGLang, TensorRT-LLM and `serving`, and write them to kvrsim/data/engines.
+"""Fit the records of vLLM, SGLang, TensorRT-LLM and `serving`, and the rule for their intervals.
 
-    python -m calibrate.engines SETTINGS.csv --configs FOLDER --prefills FILE.csv
+    python -m calibrate.engines SETTINGS.csv --configs FOLDER --prefills FILE.csv,FILE.csv
 
-The prefills are of other sources; only the widths of intervals for short prompts come from them. Run
-`python -m validate.silicon` afterwards, which scores the records.
+Writes kvrsim/data/engines and kvrsim/data/error_rule.json. The prefills are of other sources; only the rule comes from
+them. Run `python -m validate.silicon` afterwards, which scores the records.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from calibrate.engines.prefills import read_prefills
-from calibrate.engines.records import FOLDER, LEAST_SHORT, records, short_widths, write_records
+from calibrate.engines.prefills import paths_of
+from calibrate.engines.records import FOLDER, records, write_records
 from calibrate.engines.settings import read_settings
+from calibrate.engines.shares import fit_shares, read_other_rows
+from kvrsim.error_rule import FILE
 from kvrsim.errors import KvrsimError
 
 
@@ -24,16 +27,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(prog="python -m calibrate.engines", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("settings", type=Path, metavar="SETTINGS.csv")
     parser.add_argument("--configs", type=Path, required=True, metavar="FOLDER", help="the models' configurations")
-    parser.add_argument("--prefills", type=Path, required=True, metavar="FILE.csv", help="prefills of other sources")
+    parser.add_argument(
+        "--prefills", type=paths_of, required=True, metavar="FILE.csv,FILE.csv", help="prefills of other sources"
+    )
     options = parser.parse_args(arguments)
     try:
         settings = read_settings(options.settings, options.configs)
-        engines = records(settings)
-        write_records(engines, LEAST_SHORT)  # the prefills are predicted with the new records
-        write_records(engines, short_widths(read_prefills(options.prefills)))
+        with tempfile.TemporaryDirectory() as folder:
+            other = read_other_rows(options.prefills, options.configs, Path(folder))
+            rule_fit = fit_shares(settings, other)
+        rule_fit.rule.write()
+        engines = records(settings, rule_fit.rule)
+        write_records(engines)
     except KvrsimError as error:
         print(f"calibrate.engines: error: {error}", file=sys.stderr)
         return error.exit_code
+    score = rule_fit.rule.scores["all"]
+    print(
+        f"{FILE}: {score.num_rows} prefills, {score.coverage:.0%} inside, interval score {score.interval_score:.2f}",
+        file=sys.stderr,
+    )
     print(f"{FOLDER}: {', '.join(engine.name for engine in engines)}, from {len(settings)} settings", file=sys.stderr)
     return 0
 

@@ -1,12 +1,10 @@
 """The records of engines in kvrsim/data/engines, from a fit and from the errors of prefills that were left out.
 
-Widths come from errors of prefills that were left out: those of the engine or those of all engines, whichever are
-wider.
+Their intervals come from shares of TTFT (shares.py).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,44 +12,28 @@ from typing import Any
 
 import numpy as np
 
-from calibrate.engines.fit import ENGINES, PRIOR, SPLITS, TERMS, EngineConstants, fit, left_out, log_errors
-from calibrate.engines.prefills import EnginePrefill
+from calibrate.engines.fit import ENGINES, PRIOR, TERMS, EngineConstants, fit, left_out, log_errors
 from calibrate.engines.settings import Settings
-from kvrsim.engine import NO_HOST, OTHER_GPU, PRIOR_ENGINE, SHORT_TOKENS, Engine, EngineFit, load_engine
+from kvrsim.engine import NO_HOST, OTHER_GPU, PRIOR_ENGINE, Engine, EngineFit, load_engine
+from kvrsim.error_rule import ErrorRule, ErrorScores
 from kvrsim.program import Array, Flags
 
 FOLDER = Path(__file__).parents[2] / "kvrsim" / "data" / "engines"
-LEAST_SHORT = (0.3, 0.7)  # minimum widths below SHORT_TOKENS
 _LEAST = (0.5, 0.5, 0.3, 0.12)  # minimum standard deviations of terms between engines, of which there are only three
-_LEAST_ROWS = 5  # minimum number of errors from which widths are computed
 
 
-def widths_of(logs: Array, own: Flags | None = None) -> tuple[float, float]:
-    """Widths of errors: the 90 % quantiles of log(predicted / measured) and of log(measured / predicted).
-
-    own: mask of one engine's errors; its widths are used if they are wider and come from at least 5 errors.
-    """
-    below, above = np.quantile(logs, [0.1, 0.9])
-    widths = _round(max(0.0, float(above))), _round(max(0.0, float(-below)))
-    if own is None or own.sum() < _LEAST_ROWS:
-        return widths
-    shorter, longer = widths_of(logs[own])
-    return max(widths[0], shorter), max(widths[1], longer)
-
-
-def records(settings: Settings) -> list[Engine]:
-    """Make the records of the engines and of `serving`."""
+def records(settings: Settings, rule: ErrorRule) -> list[Engine]:
+    """Make the records of the engines and of `serving`; rule: gives the coverage of their intervals."""
     every = np.ones(len(settings), dtype=bool)
     constants = fit(settings, every)
     after = log_errors(settings, constants.seconds(settings, every))
-    splits = {split: log_errors(settings, left_out(settings, split)) for split in SPLITS}
+    without = log_errors(settings, left_out(settings, "model"))
     made = []
     for name in ENGINES:
         own = settings.of("engine") == name
         frame = settings.rows[own]
         logs = constants.by_engine[name]
-        widths = {split: widths_of(errors, own) for split, errors in splits.items()}
-        fit_of = _fit_of(after[own], splits["model"][own], "model", widths)
+        fit_of = _fit_of(after[own], without[own], "model", rule.scores[name], rule.scores["short"])
         factors = {model: constants.type_factor(name, model) for model in constants.shared_types}
         record = _record(name, constants, logs, factors, (0.3, 0.3, 0.3, 0.12), fit_of)
         versions = {v: _round(np.exp(f)) for (e, v), f in sorted(constants.versions.items()) if e == name}
@@ -61,7 +43,7 @@ def records(settings: Settings) -> list[Engine]:
     others = log_errors(settings, left_out(settings, "engine"))
     spread = np.std([constants.by_engine[name] for name in ENGINES], axis=0, ddof=1)
     deviations = [_round(max(value, least)) for value, least in zip(spread, _LEAST, strict=True)]
-    fit_of = _fit_of(after, others, "engine", {"setting": widths_of(others)})
+    fit_of = _fit_of(after, others, "engine", rule.scores[PRIOR_ENGINE], rule.scores["short"])
     prior = _record(PRIOR_ENGINE, constants, constants.mean, constants.shared_types, deviations, fit_of)
     return [*made, replace(prior, layouts=_layouts(settings, every))]
 
@@ -91,17 +73,16 @@ def _record(
         spread=dict(zip((*TERMS, "collective_s"), (*spread, spread[TERMS.index("launch_s")]), strict=True)),
         fit=fit_of,
         provenance={
-            "command": "python -m calibrate.engines SETTINGS.csv --configs FOLDER --prefills FILE.csv",
+            "command": "python -m calibrate.engines SETTINGS.csv --configs FOLDER --prefills FILE.csv,FILE.csv",
             "launches": "launch times are added to the kernel times, because the measured time minus the kernel times"
             " is nearly equal at 1k and at 8k tokens",
         },
     )
 
 
-def _fit_of(after: Array, without: Array, split: str, widths: Mapping[str, tuple[float, float]]) -> EngineFit:
+def _fit_of(after: Array, without: Array, split: str, scores: ErrorScores, short: ErrorScores) -> EngineFit:
     sizes = np.abs(np.expm1(after))
     right = np.abs(np.expm1(without))
-    low, high = widths_of(without)
     return EngineFit(
         source="NVIDIA AISimulate 0.13, silicon_sample.csv (InferenceX and NVIDIA's runs): 128 settings of 8 models",
         num_rows=len(after),
@@ -111,8 +92,9 @@ def _fit_of(after: Array, without: Array, split: str, widths: Mapping[str, tuple
         left_out_median_ape=_round(np.median(right)),
         left_out=split,
         log_sd=_round(np.std(without)),
-        coverage=_round(np.mean((without <= low) & (-without <= high))),
-        widths=widths,
+        interval="shares",
+        coverage=scores.coverage,
+        short_coverage=short.coverage,
     )
 
 
@@ -138,19 +120,7 @@ def shipped_seconds(settings: Settings) -> Array:
     return constants.seconds(settings, every)
 
 
-def short_widths(prefills: Sequence[EnginePrefill]) -> tuple[float, float]:
-    """Widths for prompts below SHORT_TOKENS. No setting is that short, so prefills of other sources determine them."""
-    short = [prefill for prefill in prefills if prefill.tokens < SHORT_TOKENS]
-    if not short:
-        return LEAST_SHORT
-    logs = np.array([math.log(prefill.predicted_s / prefill.measured_s) for prefill in short])
-    shorter, longer = widths_of(logs)
-    return max(shorter, LEAST_SHORT[0]), max(longer, LEAST_SHORT[1])
-
-
-def write_records(engines: Sequence[Engine], short: tuple[float, float]) -> None:
-    """Write the records, with these widths for prompts below SHORT_TOKENS."""
+def write_records(engines: Sequence[Engine]) -> None:
+    """Write the records."""
     for engine in engines:
-        assert engine.fit is not None
-        fit_of = replace(engine.fit, widths={**engine.fit.widths, "short": short})
-        replace(engine, fit=fit_of).write(FOLDER / f"{engine.name}.json")
+        engine.write(FOLDER / f"{engine.name}.json")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import pandas
 
 _PROBE_S = 1e-6  # seconds of a launch in the run that counts launches
+_NO_ENGINE = Engine(name="none", title="", description="", not_covered="", host=NO_HOST)
 _NEEDED = ("config", "cluster", "engine", "engine_version", "mode", "context_tokens", "tp", "moe_ep", "prefill_s")
 
 
@@ -75,7 +76,7 @@ def read_settings(path: Path, configs: Path) -> Settings:
             key = (row.config, row.cluster, row.context_tokens, row.tp, row.moe_ep, dtype)
             keys.append(key)
             if key not in counts:
-                model = _model_folder(Path(folder), configs, row.config)
+                model = model_folder(Path(folder), configs, row.config)
                 counts[key] = _Counts.of(row, model, dtype)
     by_row = [counts[key] for key in keys]
     rows = rows.assign(
@@ -105,25 +106,33 @@ class _Counts:
     @classmethod
     def of(cls, row: Any, model: Path, dtype: str | None) -> _Counts:
         """Simulate the setting without an engine, with a time per launch, and with a time per collective."""
-        empty = Engine(name="none", title="", description="", not_covered="", host=NO_HOST)
-        launching = replace(empty, host=replace(NO_HOST, launch_s=_PROBE_S))
-        summing = replace(empty, host=replace(NO_HOST, collective_s=_PROBE_S))
         asked: dict[str, Any] = {"ctx": row.context_tokens, "gpus": row.tp, "model": str(model)}
         asked |= {"cluster": row.cluster, "dtype": dtype, "expert_parallel": row.moe_ep > 1}
-        strategy = "single" if row.tp == 1 else "tp"
-        scenario = make_scenario(**asked, engine=empty)[0]
-        kernels_s = _ttft_s(scenario, strategy)
-        launching_s = _ttft_s(make_scenario(**asked, engine=launching)[0], strategy)
-        summing_s = _ttft_s(make_scenario(**asked, engine=summing)[0], strategy)
-        is_mixture = any(layer.num_experts for layer in scenario.model.layers)
+        scenario = make_scenario(**asked, engine=_NO_ENGINE)[0]
+        kernels_s, launches, collectives = work_of(asked, "single" if row.tp == 1 else "tp")
         return cls(
             kernels_s=kernels_s,
-            launches=(launching_s - kernels_s) / _PROBE_S,
-            collectives=(summing_s - kernels_s) / _PROBE_S,
+            launches=launches,
+            collectives=collectives,
             model_type=scenario.model.model_type,
             gpu=scenario.cluster.gpu.name,
-            kind="mixture" if is_mixture else "dense",
+            kind="mixture" if scenario.model.is_mixture else "dense",
         )
+
+
+def work_of(asked: Mapping[str, Any], strategy: str, pieces: Sequence[int] | None = None) -> tuple[float, float, float]:
+    """Seconds of the kernels of a prefill without an engine, and its numbers of launches and of collectives.
+
+    asked: arguments of make_scenario, without an engine. The prefill is simulated without an engine, with a time per
+    launch, and with a time per collective.
+    """
+    launching = replace(_NO_ENGINE, host=replace(NO_HOST, launch_s=_PROBE_S))
+    summing = replace(_NO_ENGINE, host=replace(NO_HOST, collective_s=_PROBE_S))
+    engines = (_NO_ENGINE, launching, summing)
+    kernels_s, launching_s, summing_s = (
+        _ttft_s(make_scenario(**asked, engine=engine)[0], strategy, pieces) for engine in engines
+    )
+    return kernels_s, (launching_s - kernels_s) / _PROBE_S, (summing_s - kernels_s) / _PROBE_S
 
 
 def _ttft_s(scenario: Scenario, name: str, pieces: Sequence[int] | None = None) -> float:
@@ -135,7 +144,7 @@ def _ttft_s(scenario: Scenario, name: str, pieces: Sequence[int] | None = None) 
     return run_partition(execution, partition).ttft_s
 
 
-def _model_folder(folder: Path, configs: Path, name: str) -> Path:
+def model_folder(folder: Path, configs: Path, name: str) -> Path:
     """Make the folder of a model from the files of its configuration."""
     model = folder / name
     if not model.exists():

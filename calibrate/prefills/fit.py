@@ -15,7 +15,7 @@ from calibrate.data import name_parts
 from calibrate.prefills.rows import PrefillRow
 from calibrate.prefills.solve import Array, Prior, Solution, solve
 from kvrsim.builder import make_scenario
-from kvrsim.engine import DEVIATES_OF_80_PERCENT, PRIOR_ENGINE, TERMS, WIDTHS, Engine, EngineFit, HostRates, load_engine
+from kvrsim.engine import DEVIATES_OF_80_PERCENT, PRIOR_ENGINE, TERMS, Engine, EngineFit, HostRates, load_engine
 from kvrsim.errors import InputError
 from kvrsim.execution import Execution, place
 from kvrsim.executors.run import ttft_s
@@ -461,7 +461,7 @@ def fit_prefills(
         not_covered="Models, lengths and numbers of GPUs far from those of the rows.",
         spread=dict(terms.engine.spread) | spread | {MODEL: float(f"{solution.noise_log_sd:.3g}")},
         layouts=_layouts(cases),
-        fit=replace(_engine_fit(solution, measured_s, source), prior_sides=terms.engine.sides(WIDTHS)),
+        fit=_engine_fit(solution, measured_s, source),
         provenance={
             "fitted": f"{date.today().isoformat()} by kvrsim {__version__}",
             "prior": terms.engine.name,

@@ -137,6 +137,11 @@ class ModelSpec:
         layers = sum(self.layer_bytes(bytes_per_element))
         return self.embedding_bytes(bytes_per_element) + layers + self.head_bytes(bytes_per_element)
 
+    @property
+    def is_mixture(self) -> bool:
+        """Whether some layers have routed experts."""
+        return any(layer.num_experts for layer in self.layer_kinds)
+
     def layer_bytes(self, bytes_per_element: int) -> tuple[int, ...]:
         """Bytes of each layer's weights; `bytes_per_element` applies to elements that are not quantised."""
         kinds = [kind.weight_bytes(bytes_per_element) for kind in self.layer_kinds]

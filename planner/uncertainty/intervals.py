@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvrsim.engine import DEVIATES_OF_80_PERCENT, SHORT_TOKENS, Engine
+from kvrsim.error_rule import error_rule
 from kvrsim.execution import Execution
 from kvrsim.kernels.profile import LinkCoverage, Residual
 from kvrsim.layout import LAYOUT_KINDS
 from kvrsim.notes import note
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.units import format_bandwidth
+from kvrsim.units import format_bandwidth, format_seconds
 from planner.uncertainty.sensitivities import (
     Sensitivities,
     Sensitivity,
@@ -27,6 +28,17 @@ from planner.uncertainty.sensitivities import (
     unmeasured_layouts,
 )
 
+_WIDE = 2.0  # ratio of the ends from which an interval is wide, and a note gives the main cause
+_WORTHWHILE = 0.8  # a calibration is suggested if it narrows the logarithmic width below this share
+_CAUSES = {  # causes of the rule's errors, in words; others are their own words
+    "engine": "the time that {engine} adds",
+    "kernels": "the time of the kernels",
+    "unexplained": "variation that no cause explains",
+    "short prompt": "the prompt of few tokens",
+    "engine, not measured": "an engine that nobody measured",
+    "GPU, not measured": "a GPU whose rates are scaled from another one's",
+    "links": "links that were not measured",
+}
 _SAME_DECADE = 0.5  # largest log10 of a ratio of bandwidths for which coverage on one link is that of the other
 
 
@@ -92,6 +104,10 @@ def measured_coverage(scenario: Scenario) -> float | None:
     if fit is None:
         return None
     is_short = request.batch * request.new_tokens < SHORT_TOKENS
+    if fit.interval == "shares":
+        scores = error_rule().scores
+        kind = "mixture" if scenario.model.is_mixture else "dense"
+        return scores["short" if is_short else kind].coverage
     return fit.short_coverage if is_short and fit.short_coverage is not None else fit.coverage
 
 
@@ -127,6 +143,30 @@ def layout_notes(execution: Execution) -> Iterator[str]:
         else f"engine {engine.name}"
     )
     yield note("layout", where=where, kinds=" or ".join(kinds), strategy=execution.strategy.name)
+
+
+def width_notes(execution: Execution, interval: Interval) -> Iterator[str]:
+    """A note on a wide interval: its main cause, and the interval after a calibration with prefills of the user."""
+    engine = execution.placed.engine
+    if engine is None or not engine.has_share_interval or interval.high_s < _WIDE * interval.low_s:
+        return
+    rule = error_rule()
+    squares = {name: sensitivity.high**2 for name, sensitivity in interval.by_source.items()}
+    cause = max(squares, key=lambda name: squares[name])
+    half_width = DEVIATES_OF_80_PERCENT * rule.calibrated
+    if half_width > _WORTHWHILE * math.sqrt(sum(squares.values())):
+        return
+    ttft_s = math.sqrt(interval.low_s * interval.high_s)
+    yield note(
+        "interval",
+        strategy=execution.strategy.name,
+        factor=f"{interval.high_s / interval.low_s:.1f}",
+        share=squares[cause] / sum(squares.values()),
+        cause=_CAUSES.get(cause, cause).format(engine=engine.name),
+        rows=rule.calibrated_rows,
+        low=format_seconds(ttft_s * math.exp(-half_width)),
+        high=format_seconds(ttft_s * math.exp(half_width)),
+    )
 
 
 def provenance(scenario: Scenario) -> str:

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrsim.compile import build_program, columns
-from kvrsim.engine import DEVIATES_OF_80_PERCENT, LAYOUT
+from kvrsim.engine import DEVIATES_OF_80_PERCENT, NO_HOST, PRIOR_ENGINE, SHORT_TOKENS
+from kvrsim.error_rule import TtftShares, error_rule
 from kvrsim.execution import Execution
 from kvrsim.executors.run import Runner
 from kvrsim.kernels.cost import CostModel, Part, WeightedCost, listing
@@ -36,11 +37,6 @@ _NOMINAL_LINKS = 0.2  # log_sd of an unmeasured bandwidth: NVLink 3 reaches 78 %
 # bytes.
 UNCOMPARED_KINDS = ("latent", "sparse", "experts", "recurrence")
 _ESTIMATED = 0.5  # log_sd of estimated sources
-# log_sd that each way to divide a prefill adds if no measured prefill has it. Context: 12 pairs of prefills with and
-# without a split context on the same machine (APB, LoongServe, Meta) differ by .055 in their errors. Tensor: LoongServe
-# on 8 GPUs and on one by .1. The collectives of layouts over nodes were too fast by factors of 3 to 5 in a share of
-# TTFT, which is .25; the others have no pair and are taken to be as uncertain.
-UNMEASURED_LAYOUT = {"tensor": 0.1, "context": 0.06, "pipeline": 0.25, "data": 0.25, "experts": 0.25, "nodes": 0.25}
 _ISSUED = ("layer_s", "kernel_s", "gather_piece_s")  # fields of host times that scale with the host's speed
 _SOURCES = {  # name of the error source for each term of an engine
     "request_s": "request",
@@ -118,34 +114,43 @@ def sensitivities(execution: Execution, partition: Partition) -> Sensitivities:
     in_differences = dict[ErrorSource, Sensitivity]()
     runs = _Runs(execution, partition)
     residual = end_to_end_residual(execution.placed)
-    sides = engine_sides(execution.placed)
     engine = execution.placed.engine
-    whole = engine is not None and engine.fit is not None and bool(engine.fit.widths)  # fitted to prefills of all kinds
+    has_shares = engine is not None and engine.has_share_interval
+    rows_log_sd = None if engine is None or has_shares else engine_log_sd(runs)
     if residual is not None:
         half_width = math.log1p(residual.p80_ape)
         by_source["published TTFTs"] = Sensitivity(-half_width, half_width)
         ratio_log_sd = residual.cross_validated_speedup_mape * _SD_OF_MEAN_ERROR
+    elif has_shares:
+        ratio_log_sd = run_to_run_log_sd(profile)
+        alone, _ = runs.device()
+        in_differences |= alone
+        causes = error_rule().log_sds(runs.shares())
+        by_source |= {cause: Sensitivity.proportional(log_sd) for cause, log_sd in causes.items()}
     else:
         ratio_log_sd = run_to_run_log_sd(profile)
         alone, together = runs.device()
         by_source |= together
-        if sides is None:
+        if rows_log_sd is None:
             by_source |= {**alone, "run to run": Sensitivity.proportional(ratio_log_sd)}
         else:
             for source, one in alone.items():
-                uncompared = isinstance(source, Part) and source.kind in UNCOMPARED_KINDS and not whole
+                uncompared = isinstance(source, Part) and source.kind in UNCOMPARED_KINDS
                 (by_source if uncompared else in_differences)[source] = one
-            by_source["model"] = Sensitivity(-sides[0], sides[1])
-        (in_differences if whole else by_source).update({one.name: runs.to(one) for one in _software(execution)})
+            by_source["model"] = Sensitivity.proportional(rows_log_sd)
+        by_source |= {one.name: runs.to(one) for one in _software(execution)}
     links = _links(execution.placed)
     measured = execution.placed.links_are_measured
     if links.log_sd and not (measured and residual is not None):
-        (in_differences if measured and sides is not None else by_source)["links"] = runs.to(links)
+        is_compared = has_shares or rows_log_sd is not None
+        (in_differences if measured and is_compared else by_source)["links"] = runs.to(links)
     prefix = _prefix_link(execution.placed)
     if prefix.log_sd:
         by_source[prefix.name] = runs.to(prefix)
-    for kind in unmeasured_layouts(execution.placed):
-        by_source[f"{LAYOUT_KINDS[kind]}, not measured"] = Sensitivity.proportional(UNMEASURED_LAYOUT[kind])
+    if not has_shares:
+        for kind in unmeasured_layouts(execution.placed):
+            log_sd = error_rule().layouts[kind]
+            by_source[f"{LAYOUT_KINDS[kind]}, not measured"] = Sensitivity.proportional(log_sd)
     if beyond := _PER_DOUBLING * doublings_beyond(execution.placed, profile.valid):
         by_source["extrapolation"] = Sensitivity.proportional(beyond)
     return Sensitivities(by_source=by_source, in_differences=in_differences, ratio_log_sd=ratio_log_sd)
@@ -190,6 +195,22 @@ class _Runs:
         low = self._log_ttft(source.by(_end(-source.log_sd))) - self.log_s if abs(high) > _LEAST_CHANGE else 0.0
         return Sensitivity(low, high)
 
+    def shares(self) -> TtftShares:
+        """The engine's share of TTFT, and the other facts that the rule for errors needs."""
+        scenario = self.execution.placed
+        engine = scenario.engine
+        assert engine is not None
+        without_engine_s = math.exp(self._log_ttft(scenario.with_host(NO_HOST)) - self.log_s)
+        return TtftShares(
+            engine=engine.name.partition("@")[0],
+            engine_share=min(1.0, max(0.0, 1 - without_engine_s)),
+            is_mixture=scenario.model.is_mixture,
+            is_sibling=scenario.has_scaled_kernels,
+            is_unknown_engine=engine.name == PRIOR_ENGINE or not engine.has_share_interval,
+            is_short=scenario.request.batch * scenario.request.new_tokens < SHORT_TOKENS,
+            new_layouts=unmeasured_layouts(scenario),
+        )
+
     @property
     def log_s(self) -> float:
         """Log TTFT of the unchanged scenario."""
@@ -226,15 +247,18 @@ def end_to_end_residual(scenario: Scenario) -> Residual | None:
     return profile.residual
 
 
-def engine_sides(scenario: PlacedScenario) -> tuple[float, float] | None:
-    """Half-widths of the 80 % interval of log TTFT below and above, from the engine's errors; None: unknown."""
-    engine = scenario.engine
-    request = scenario.request
-    if engine is None or scenario.profile is None:
-        return None
-    tokens = request.batch * request.new_tokens
-    unknowns = engine.unknowns(scenario.model.model_type, scenario.profile.gpu, tokens)
-    return engine.sides((*unknowns, LAYOUT) if unmeasured_layouts(scenario) else unknowns)
+def engine_log_sd(runs: _Runs) -> float | None:
+    """Standard deviation of log TTFT by the errors of the engine's rows; None: never compared with whole prefills.
+
+    For a layout that none of its rows has, it is at least that of the rule for the engines that ship.
+    """
+    scenario = runs.execution.placed
+    assert scenario.engine is not None
+    log_sd = scenario.engine.rows_log_sd
+    if log_sd is None or not unmeasured_layouts(scenario):
+        return log_sd
+    by_rule = error_rule().log_sds(replace(runs.shares(), new_layouts=()))
+    return max(log_sd, math.hypot(*by_rule.values()))
 
 
 def unmeasured_layouts(scenario: PlacedScenario) -> tuple[str, ...]:
@@ -263,7 +287,7 @@ def common_errors(scenario: Scenario, parts: Iterable[Part]) -> dict[ErrorSource
     """
     engine = scenario.engine
     operations = {} if scenario.profile is None else scenario.profile.operations
-    if engine is not None and engine.fit is not None and engine.fit.widths:  # engine errors include kernel errors
+    if engine is not None and engine.has_share_interval:  # the rule has the errors of kernels
         return {}
     of_table = {part: operations[part.kind].systematic_log_sd or 0.0 for part in parts if part.kind in operations}
     if engine is not None and scenario.profile and (log_sd := engine.scale_log_sd(scenario.profile.gpu)):

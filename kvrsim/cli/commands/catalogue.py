@@ -13,7 +13,8 @@ from kvrsim.cli.options import Json, OutputArgs, with_options
 from kvrsim.cli.output import print_answer, print_json
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Part, facts, show, show_tree
-from kvrsim.engine import SHORT_TOKENS
+from kvrsim.engine import DEVIATES_OF_80_PERCENT, PRIOR_ENGINE, SHORT_TOKENS
+from kvrsim.error_rule import OTHER_ENGINE, error_rule
 from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
 from kvrsim.views.table import Text, columns
 
@@ -489,13 +490,6 @@ TERM_MEANINGS = {  # terms of an engine's record
     "collective_s": "per collective of tensor parallelism, in addition to its kernel",
     "kernel_scale": "seconds of kernels divided by those of the profile",
 }
-_UNKNOWN = {  # kinds of uncertainty in ranges of whole TTFTs, as in EngineFit.widths
-    "setting": "measured divided by predicted",
-    "model": "the same for a model_type that was not measured",
-    "gpu": "the same for a GPU that was not measured",
-    "version": "the same for a version that was not measured",
-    "short": f"the same for fewer than {SHORT_TOKENS} tokens",
-}
 
 
 def show_engine(engine: Engine) -> None:
@@ -505,10 +499,9 @@ def show_engine(engine: Engine) -> None:
         for label, value in _values(engine, term):
             if value:
                 table.add_row(label, _value_text(term, value), _range(term, value, engine.spread.get(term)), meaning)
-    for unknown, meaning in _UNKNOWN.items():
-        sides = engine.sides((unknown,))
-        if sides is not None and (unknown == "setting" or (engine.fit and unknown in engine.fit.widths)):
-            table.add_row("TTFT", "1", f"{math.exp(-sides[0]):.3g} to {math.exp(sides[1]):.3g}", meaning)
+    for term, log_sd, meaning in _ttft_errors(engine):
+        half_width = DEVIATES_OF_80_PERCENT * log_sd
+        table.add_row(term, "1", f"{math.exp(-half_width):.3g} to {math.exp(half_width):.3g}", meaning)
     first_token = "the prefill and one decode step" if engine.decode_step else "the prefill"
     lines = [
         f"{engine.name}: {engine.title}",
@@ -518,6 +511,23 @@ def show_engine(engine: Engine) -> None:
     rests = [f"{key}: {text}" for key, text in engine.provenance.items()]
     errors = [f"errors: {_engine_errors(engine)}"] if engine.fit is not None else []
     show(*lines, "", table, "", f"TTFT: includes {first_token}", *errors, *rests)
+
+
+def _ttft_errors(engine: Engine) -> Iterator[tuple[str, float, str]]:
+    """Yield what an interval of TTFT is made from: a name, a standard deviation of its logarithm, and its meaning."""
+    if not engine.has_share_interval:
+        if engine.rows_log_sd is not None:
+            yield "TTFT", engine.rows_log_sd, "measured divided by predicted"
+        return
+    rule = error_rule()
+    engine_s = rule.engine.get(engine.name.partition("@")[0], rule.engine[OTHER_ENGINE])
+    if engine.name == PRIOR_ENGINE:
+        engine_s = math.hypot(engine_s, rule.unknown_engine)
+    yield "engine's time", engine_s, "measured divided by predicted, of the seconds that the engine adds"
+    for kind, log_sd in rule.kernels.items():
+        yield f"kernels, {kind}", log_sd, "the same of kernels and links"
+    yield "TTFT", rule.floor, "the same of the whole, in addition"
+    yield "TTFT, short", rule.short, f"the same below {SHORT_TOKENS} tokens, in addition"
 
 
 def _values(engine: Engine, term: str) -> list[tuple[str, float]]:
@@ -531,8 +541,6 @@ def _value_text(term: str, value: float) -> str:
 
 
 def _range(term: str, value: float, spread: float | None) -> str:
-    from kvrsim.engine import DEVIATES_OF_80_PERCENT
-
     if spread is None or not value:
         return ""
     factor = math.exp(DEVIATES_OF_80_PERCENT * spread)

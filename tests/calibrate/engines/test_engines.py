@@ -12,7 +12,7 @@ import pytest
 
 from calibrate.engines.fit import ENGINES, SPLITS, TERMS, fit, left_out, log_errors
 from calibrate.engines.prefills import steps_of
-from calibrate.engines.records import shipped_seconds, widths_of
+from calibrate.engines.records import shipped_seconds
 from calibrate.engines.settings import Settings, read_settings
 from kvrsim.engine import load_engine
 from kvrsim.errors import InputError
@@ -114,15 +114,6 @@ def test_what_is_left_out_does_not_change_its_own_prediction(split: str) -> None
     assert not own.all() or split == "version"
 
 
-def test_widths_hold_eight_of_ten() -> None:
-    logs = np.random.default_rng(0).normal(0.0, 0.2, 4000)
-    shorter, longer = widths_of(logs)
-    assert np.mean((logs <= shorter) & (-logs <= longer)) == pytest.approx(0.8, abs=0.01)
-    engines = np.arange(4000) % 2
-    wide = np.where(engines == 0, 3, 1) * logs
-    assert widths_of(wide, engines == 1) == widths_of(wide) < widths_of(wide, engines == 0) == widths_of(wide[::2])
-
-
 def test_launches_and_kernels_are_those_of_the_simulator(tmp_path: Path) -> None:
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 1024, "vocab_size": 32000}
     config |= {"intermediate_size": 4096, "num_attention_heads": 8, "num_hidden_layers": 4, "torch_dtype": "bfloat16"}
@@ -145,7 +136,7 @@ def test_launches_and_kernels_are_those_of_the_simulator(tmp_path: Path) -> None
 def test_records_say_what_was_measured(name: str) -> None:
     engine = load_engine(name)
     assert engine.fit is not None
-    assert set(engine.fit.widths) == {*SPLITS, "short"}
+    assert engine.has_share_interval
     assert all((engine.models, engine.gpus, engine.versions))
     assert set(engine.models) <= set(engine.model_types) == set(load_engine("serving").model_types)
     assert set(TERMS) <= set(engine.spread)

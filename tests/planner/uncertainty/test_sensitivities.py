@@ -11,12 +11,14 @@ import pytest
 import kvrsim
 from kvrsim.builder import make_scenario
 from kvrsim.engine import NO_HOST, Engine, EngineFit, builtin_engines, load_engine
+from kvrsim.error_rule import error_rule
 from kvrsim.execution import place
 from kvrsim.executors.run import run_partition
 from kvrsim.kernels.profile import load_profile
 from kvrsim.notes import with_code
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
+from kvrsim.units import format_seconds
 from planner.uncertainty.intervals import Interval, interval, measured_coverage
 from planner.uncertainty.sensitivities import Sensitivities, sensitivities
 from tests.building import executed
@@ -100,17 +102,68 @@ def test_an_engine_that_nobody_measured_may_run_other_kernels_than_the_table_has
     assert 0.9 * 1.2816 * 0.2 < of_prior.by_source["kernels"].high <= 1.2816 * 0.2
 
 
-def test_whole_prefills_of_engines_left_out_may_be_off_to_one_side() -> None:
-    """With errors of whole prefills, errors of single kernels count only in differences between strategies."""
-    widths = {"setting": (0.05, 0.3), "short": (0.1, 0.2)}
-    fit = replace(COMPARED, left_out="engine", widths=widths, coverage=0.75, short_coverage=0.5)
-    prior = replace(NOTHING, spread={"kernel_scale": 0.1}, fit=fit)
-    seconds, sure = around(prior)
-    assert set(sure.by_source) == {"model"}
-    assert sure.low_s == pytest.approx(seconds * math.exp(-0.05))
-    assert sure.high_s == pytest.approx(seconds * math.exp(0.3))
-    covered = {ctx: measured_coverage(with_engine(prior, ctx=ctx)[0]) for ctx in (511, 512)}
-    assert covered == {511: 0.5, 512: 0.75}
+@pytest.mark.parametrize(("name", "short"), [("vllm", False), ("sglang", True), ("serving", False)])
+def test_an_interval_by_shares_is_the_rule(name: str, short: bool) -> None:
+    """The width follows from the engine's share of TTFT, which is what TTFT loses without the engine."""
+    asked = {"ctx": 256 if short else 8192, "gpus": 4, "cluster": "8xh100", "model": "llama-3.1-8b"}
+    engine = load_engine(name)
+    scenario, even = with_engine(engine, "tp", **asked | {"profile": "h100-flash"})
+    seconds = ttft_s(scenario, "tp", even)
+    share = 1 - ttft_s(scenario.with_host(NO_HOST), "tp", even) / seconds
+    rule = error_rule()
+    own = rule.engine.get(name, rule.engine["other"])
+    causes = [rule.floor, own * share, rule.kernels["dense"] * (1 - share)]
+    causes += [rule.unknown_engine * share] * (name == "serving")
+    causes += [rule.short] * short
+    sure = interval(executed(scenario, STRATEGIES["tp"]), even, seconds)
+    assert math.log(sure.high_s / seconds) == pytest.approx(1.2816 * math.hypot(*causes))
+    assert sure.high_s / seconds == pytest.approx(seconds / sure.low_s)
+    assert measured_coverage(scenario) == rule.scores["short" if short else "dense"].coverage
+
+
+def test_a_longer_prompt_is_surer() -> None:
+    """The engine's share of TTFT falls with the length, and with it the width; both sums of a mixture are wider."""
+    widths = {}
+    for model in ("llama-3.1-8b", "qwen3-30b-a3b"):
+        for ctx in ("1k", "8k", "64k"):
+            _, sure = around("vllm", "tp", ctx=ctx, model=model, cluster="8xh100", profile="h100-flash")
+            widths[model, ctx] = sure.high_s / sure.low_s
+    assert widths["llama-3.1-8b", "1k"] > widths["llama-3.1-8b", "8k"] > widths["llama-3.1-8b", "64k"]
+    assert widths["llama-3.1-8b", "64k"] < 1.9
+    assert widths["qwen3-30b-a3b", "64k"] > widths["llama-3.1-8b", "64k"]
+
+
+def test_scaled_kernels_are_less_sure() -> None:
+    """The H20 has the rates of the H100, scaled; the A100 of 40 GB computes as that of 80 GB."""
+    widths = {}
+    for gpu in ("h20", "h100", "a100-40gb", "a100-80gb"):
+        run = kvrsim.simulate(strategy="tp", ctx="16k", gpus=8, cluster=f"8x{gpu}", model="llama-3.1-8b", engine="vllm")
+        widths[gpu] = math.log(run.ttft_high_s / run.ttft_low_s)
+        assert ("GPU, not measured" in run.interval_causes) is (gpu == "h20")
+    assert widths["h20"] > 1.2 * widths["h100"]
+    assert widths["a100-40gb"] == pytest.approx(widths["a100-80gb"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "gpus", "is_wide"),
+    [("pp", "llama-3.1-8b", 8, True), ("tp", "llama-3.1-8b", 8, False), ("tp", "qwen3-30b-a3b", 8, True)],
+)
+def test_a_wide_interval_says_why(strategy: str, model: str, gpus: int, is_wide: bool) -> None:
+    """The note's cause has the largest square of all, its share is that of the squares, and its range the rule's."""
+    run = kvrsim.simulate(strategy=strategy, ctx="16k", gpus=gpus, cluster="8xh100", model=model, engine="vllm")
+    notes = with_code(run.warnings, "interval")
+    assert bool(notes) is is_wide is (run.ttft_high_s >= 2 * run.ttft_low_s)
+    if not is_wide:
+        return
+    squares = {name: math.log1p(high) ** 2 for name, (_, high) in run.interval_causes.items()}
+    values = notes[0].values
+    largest = max(squares, key=lambda name: squares[name])
+    assert largest == ("a pipeline, not measured" if strategy == "pp" else "kernels")
+    assert values["share"] == pytest.approx(squares[largest] / sum(squares.values()))
+    half_width = 1.2816 * error_rule().calibrated
+    assert values["low"] == format_seconds(run.ttft_s * math.exp(-half_width))
+    assert values["high"] == format_seconds(run.ttft_s * math.exp(half_width))
+    assert half_width < math.log(run.ttft_high_s / run.ttft_s)
 
 
 def test_answers_say_what_their_intervals_held() -> None:
@@ -210,13 +263,17 @@ def test_only_what_no_measured_prefill_has_widens_the_interval(strategy: str) ->
 
 
 def test_long_contexts_of_dense_models_are_no_extrapolation() -> None:
-    """Whole prefills of dense models with flash attention were compared up to 512k tokens; mixtures were not."""
+    """Dense models were compared up to 512k tokens, mixtures and latents to 128k; windows in mixtures were not."""
     flash = {"strategy": "zigzag", "gpus": 8, "cluster": "8xh100"}
     for model, ctx, is_noted in (
         ("llama-3.1-8b", "128k", False),
         ("llama-3.1-8b", "512k", False),
         ("llama-3.1-8b", "1m", True),
-        ("mixtral-8x7b", "128k", True),
+        ("mixtral-8x7b", "128k", False),
+        ("deepseek-v3", "128k", False),
+        ("deepseek-v3", "256k", True),
+        ("gpt-oss-120b", "128k", True),
+        ("deepseek-v3.2", "128k", True),
     ):
         result = kvrsim.simulate(model=model, ctx=ctx, **flash)
         assert bool(with_code(result.warnings, "context-range")) is is_noted

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import kvrsim
+from kvrsim.error_rule import error_rule
 from kvrsim.hardware import load_cluster
 from kvrsim.io.schema import to_json
 from kvrsim.kernels.profile import load_profile
@@ -22,7 +23,6 @@ from kvrsim.strategies import get_strategy
 from kvrsim.units import format_seconds
 from kvrsim.views.table import TIED
 from planner import candidates
-from planner.uncertainty.sensitivities import UNMEASURED_LAYOUT
 from tests.building.commands import answer, refusal, run, screen
 
 CLUSTERS = ("switch", "bus", "chain")
@@ -158,7 +158,7 @@ def test_ties_are_the_best_ones_neighbours(strategies: list[str] | None) -> None
     near = set()
     for one in plan.strategies:
         apart = unmeasured(one.layout) ^ unmeasured(plan.best.layout)  # what both have cancels
-        most = math.exp(1.2816 * math.hypot(speedups, *(UNMEASURED_LAYOUT[kind] for kind in apart)))
+        most = math.exp(1.2816 * math.hypot(speedups, *(error_rule().layouts[kind] for kind in apart)))
         if one.fits and one.ttft_s <= most * plan.best.ttft_s:
             near.add(one.strategy)
     assert set(plan.ties) == near - {plan.best.strategy}
