@@ -123,6 +123,20 @@ def test_a_rule_is_written_and_read_whole(tmp_path: Path) -> None:
     assert read(ErrorRule, JsonObject.read(tmp_path / "rule.json", "error rule")) == rule
 
 
+def test_the_page_states_the_shipped_values() -> None:
+    page = Path(__file__).parents[3] / "docs" / "explanation" / "intervals.md"
+    text = page.read_text("utf-8")
+    rule = error_rule()
+    values = [rule.floor, rule.unknown_engine, *rule.kernels.values(), rule.sibling, rule.short]
+    values += [rule.layouts[kind] for kind in ("context", "tensor", "nodes", "pipeline")]
+    for value in values:
+        assert f"| {value:g} |" in text
+    assert f"| {rule.engine['other']:g} (SGLang {rule.engine['sglang']:g}) |" in text
+    assert f"standard deviation of {rule.calibrated:g}" in text
+    assert f"fitted to {rule.scores['all'].num_rows} published prefills" in text
+    assert f"{rule.scores['all'].coverage:.0%}".replace("%", " %") in text
+
+
 HEADER = "source,engine,engine_version,model,gpu,n_gpus,nodes,strategy,dtype,context,cached,batch,metric,value,note"
 PREFILLS = {
     "vLLM,0.19.0,llama-3.1-8b,H100-SXM-80GB,1,1,single,bf16,9000,0,1,ttft_s,0.3,": ("vllm", "pp1", 1),
