@@ -80,8 +80,8 @@ class ErrorRows:
     @property
     def weights(self) -> Array:
         """Weights of the rows: those of a cell count together as at most _CELL_ROWS."""
-        sizes = self.frame.groupby("cell").cell.transform("size").to_numpy()
-        return np.minimum(1.0, _CELL_ROWS / sizes)
+        sizes = np.asarray(self.frame.groupby("cell").cell.transform("size"), dtype=float)
+        return np.asarray(np.minimum(1.0, _CELL_ROWS / sizes))
 
     def where(self, rows: Flags) -> ErrorRows:
         """Some of the rows."""
