@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from calibrate.data import RING, Measurement
 from calibrate.fit.fit import sources_of, to_digits
 from calibrate.measure.campaign import Campaign, Seconds
 from calibrate.measure.device import device_name, origin
-from calibrate.measure.ranks import START_S, Flow, LinkRank, LinkSetup, counts_to
+from calibrate.measure.ranks import HOLD_S, START_S, Flow, LinkRank, LinkSetup, counts_to
 from kvrsim.choices import Topology
 from kvrsim.errors import ABSENT, InputError
 from kvrsim.hardware import LinkSpec
@@ -223,6 +222,7 @@ class LinkBench:
         self.backend = setup.backend
         self.num_ranks = setup.num_ranks
         self.timeout_s = setup.timeout_s
+        self.hold_s = HOLD_S if setup.device == "cuda" else 0.0  # seconds for which a GPU waits before each transfer
         self._last_s: dict[LinkPoint, float] = {}  # seconds of one transfer in the last sample
         self._pool: RankPool | None = None
         self._make = partial(LinkRank, setup=setup)
@@ -242,11 +242,11 @@ class LinkBench:
         """Expected seconds of one sample: of its transfers and of a synchronisation before each."""
         one_s = point.guess_s(self.backend)
         short_s = LinkPoint(kind="send", flows=((0, 1),), nbytes=1).guess_s(self.backend)
-        return point.repeats(one_s) * (one_s + 2 * short_s)
+        return point.repeats(one_s + self.hold_s) * (one_s + self.hold_s + 2 * short_s)
 
     def sample(self, point: LinkPoint) -> Seconds:
         """Seconds of each message ("0>1") or of the collective: the median of the repeats."""
-        repeats = point.repeats(self._last_s.get(point, point.guess_s(self.backend)))
+        repeats = point.repeats(self._last_s.get(point, point.guess_s(self.backend)) + self.hold_s)
         if point.kind == "issue":
             return self._issue(point, repeats)
         seconds = self._collective(point, repeats) if point.collective else self._exchange(point, repeats)
@@ -282,13 +282,13 @@ class LinkBench:
         return {"send": float(np.median(took_s[flow[0]])), "receive": float(np.median(took_s[flow[1]]))}
 
     def _collective(self, point: LinkPoint, repeats: int) -> dict[str, float]:
-        """Seconds between the ends of consecutive collectives on the last rank to finish."""
+        """Seconds from the moment at which the last rank begins a collective until the last rank has ended it."""
         assert point.collective is not None
         sizes = {"num_ranks": point.num_ranks, "nbytes": point.nbytes}
         arguments = {"kernel": point.kernel, "repeats": repeats, **sizes}
-        ends_s = self.pool.ask(point.ranks, (point.kind, arguments), self.timeout_s)
-        last_s = np.max(list(ends_s.values()), axis=0)
-        return {point.collective: float(np.median([after - before for before, after in pairwise(last_s)]))}
+        spans_s = self.pool.ask(point.ranks, (point.kind, arguments), self.timeout_s)
+        began_s, ended_s = np.max(list(spans_s.values()), axis=0).T
+        return {point.collective: float(np.median(ended_s - began_s))}
 
 
 # -- whether a switch or a bus connects the ranks, derived from message times

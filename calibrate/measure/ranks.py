@@ -1,8 +1,10 @@
 """LinkRank: one rank of a link benchmark; PendingRanks: a layer timed during a receive that waits for its message.
 
-Times are those of the monotonic clock, which all processes of a Linux machine share. A message lasts from the sender's
-call of send until the receiver has the data; the receive is posted before, as in the runtime. Half a round trip would
-not show which direction is slow, and would include the receiver's time to answer.
+Times are those of the monotonic clock, which all processes of a Linux machine share. A message lasts from the moment at
+which the sender's device comes to it until the receiver's device has the data; the receive is posted before, as in the
+runtime. As there, the host runs ahead of a GPU, so that the host's calls are not part of the time: they are measured
+alone (`LinkRank.issue`). Half a round trip would not show which direction is slow, and would include the receiver's
+time to answer.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from calibrate.data import RING
 from calibrate.measure.campaign import SkippedPoint
 from calibrate.measure.forward import ComputeSetup, ForwardTimer, Point
 from kvrsim.errors import InputError
+from kvrsim.runtime.marks import clock_of
 from kvrsim.runtime.plan import RankSettings, RankSlot
 from kvrsim.runtime.ranks import RankPool
 from kvrsim.runtime.transport import LinkGroups, Transport, open_transport
@@ -37,6 +40,7 @@ def counts_to(num_ranks: int) -> list[int]:
 
 START_S = 120.0  # seconds until all ranks must have imported torch and synchronised
 _WARM_BYTES = 2**20
+HOLD_S = 2e-3  # seconds for which a GPU is kept busy before a transfer: the host issues 28 messages meanwhile
 _NOTICE = 0.8  # a waiting rank raises its own error after this share of the timeout, so that it is not taken as hanging
 
 
@@ -77,6 +81,7 @@ class LinkRank:
         self.backend = backend
         torch.set_num_threads(setup.num_threads)
         self.device = self._device(setup.device)
+        self.clock = clock_of(setup.device)
         patience = timedelta(seconds=START_S)
         dist.init_process_group("gloo", init_method=slot.store, rank=self.rank, world_size=num_ranks, timeout=patience)
         notice_s = _NOTICE * setup.timeout_s
@@ -123,21 +128,32 @@ class LinkRank:
     def exchange(self, *, flows: Sequence[Flow], nbytes: int, repeats: int) -> list[tuple[float, float | None]]:
         """Send and receive along this rank's flows: at most one send and one receive.
 
-        Returns, for each repeat, its start and the arrival of the message that this rank receives, or None.
+        Returns, for each repeat, the moment at which this rank's device comes to its message, and the arrival of the
+        message that this rank receives, or None.
         """
         ranks = sorted({rank for flow in flows for rank in flow})
         to = next((flow for flow in flows if flow[0] == self.rank), None)
         come = next((flow for flow in flows if flow[1] == self.rank), None)
         times = []
         for _ in range(repeats):
-            receive = self.links.irecv(come, self.incoming[:nbytes]) if come else None
+            self._start()
+            receive = None
+            send = None
+            if come is not None:
+                receive = self.links.irecv(come, self.incoming[:nbytes])
             self._meet(ranks)
-            began_s = time.monotonic()
-            send = self.links.isend(to, self.outgoing[:nbytes]) if to else None
-            arrived_s = self._finish(receive) if receive else None
-            if send:
-                self._finish(send)
-            times.append((began_s, arrived_s))
+            if to is not None:
+                self.clock.hold(HOLD_S)
+            self.clock.mark("send")
+            if to is not None:
+                send = self.links.isend(to, self.outgoing[:nbytes])
+            if receive is not None:
+                receive.wait()
+                self.clock.mark("received")
+            if send is not None:
+                send.wait()
+            moments_s = self._moments_s()
+            times.append((moments_s["send"], moments_s.get("received")))
         return times
 
     def issue(self, *, flow: Flow, nbytes: int, repeats: int) -> list[float]:
@@ -154,53 +170,75 @@ class LinkRank:
             took_s.append(time.monotonic() - began_s)
             if self.rank == flow[1]:
                 self._meet(flow)
-            self._finish(work)
+            work.wait()
+            if self.device != "cpu":
+                torch.cuda.synchronize()  # wait() only orders the device's streams
         return took_s
 
-    def gather(self, *, kernel: str, num_ranks: int, nbytes: int, repeats: int) -> list[float]:
-        """Times at which consecutive all-gathers end on this rank; the first all-gather waits for all ranks."""
+    def gather(self, *, kernel: str, num_ranks: int, nbytes: int, repeats: int) -> list[tuple[float, float]]:
+        """Begin and end of each of several all-gathers on this rank; see `_spans_s`."""
         piece = nbytes // num_ranks
         run = self._ring if kernel.endswith(RING) else self._collective
-        return self._ends_s(lambda: run(num_ranks, piece), num_ranks, repeats)
+        return self._spans_s(lambda: run(num_ranks, piece), num_ranks, repeats)
 
-    def reduce(self, *, kernel: str, num_ranks: int, nbytes: int, repeats: int) -> list[float]:
-        """Times at which consecutive all-reduces of zeros in fp32 end; see `gather`."""
+    def reduce(self, *, kernel: str, num_ranks: int, nbytes: int, repeats: int) -> list[tuple[float, float]]:
+        """Begin and end of each of several all-reduces of zeros in fp32; see `_spans_s`."""
         ranks = range(num_ranks)
         flat = self.incoming[:nbytes].view(torch.float32)
         flat.zero_()
         ring = _FirstRanks(rank=self.rank, size=num_ranks, links=self.links)
         if kernel.endswith(RING):
-            return self._ends_s(lambda: ring.ring_all_reduce(flat), num_ranks, repeats)
-        return self._ends_s(lambda: self.links.all_reduce(ranks, flat), num_ranks, repeats)
+            return self._spans_s(lambda: ring.ring_all_reduce(flat), num_ranks, repeats)
+        return self._spans_s(lambda: self.links.all_reduce(ranks, flat), num_ranks, repeats)
 
-    def _ends_s(self, run: Callable[[], object], num_ranks: int, repeats: int) -> list[float]:
-        self._meet(range(num_ranks))
-        ends_s = []
-        for _ in range(repeats + 1):
+    def _spans_s(self, run: Callable[[], object], num_ranks: int, repeats: int) -> list[tuple[float, float]]:
+        """Begin and end of each of several collectives on this rank.
+
+        On a CPU they follow one another without a meeting in between, because ranks leave a meeting at different times:
+        one begins where the last one has ended, the first one waits for all ranks and does not count. A GPU comes to
+        each when its host has issued it.
+        """
+        spans_s = []
+        if self.clock.host_is_device:
+            self._meet(range(num_ranks))
             run()
-            ends_s.append(self._synchronised_s())
-        return ends_s
+            ended_s = time.monotonic()
+            for _ in range(repeats):
+                began_s = ended_s
+                run()
+                ended_s = time.monotonic()
+                spans_s.append((began_s, ended_s))
+            return spans_s
+        for _ in range(repeats):
+            self._start()
+            self._meet(range(num_ranks))
+            self.clock.hold(HOLD_S)
+            self.clock.mark("begin")
+            run()
+            self.clock.mark("end")
+            moments_s = self._moments_s()
+            spans_s.append((moments_s["begin"], moments_s["end"]))
+        return spans_s
+
+    def _start(self) -> None:
+        """Start the clock: its first mark joins the device's time to that of all processes."""
+        self.clock.start()
+        self.clock.mark("start")
+
+    def _moments_s(self) -> dict[str, float]:
+        """Wait for the device; return the moments of the marks on the clock of all processes."""
+        return {mark.name: self.clock.start_s + mark.device_s for mark in self.clock.finish()}
 
     def _collective(self, num_ranks: int, piece: int) -> None:
-        """Run the backend's own all-gather."""
-        self.links.all_gather(range(num_ranks), self.incoming[: piece * num_ranks], self.outgoing[:piece])
+        """Run the backend's own all-gather in place, as the runtime does for equal pieces."""
+        whole = self.incoming[: piece * num_ranks]
+        self.links.all_gather(range(num_ranks), whole, whole[piece * self.rank : piece * (self.rank + 1)])
 
     def _ring(self, num_ranks: int, piece: int) -> None:
         """Run the runtime's ring all-gather over the first ranks."""
         whole = self.incoming[: piece * num_ranks]
-        whole[piece * self.rank : piece * (self.rank + 1)].copy_(self.outgoing[:piece])
         ring = _FirstRanks(rank=self.rank, size=num_ranks, links=self.links)
         ring.ring_all_gather(whole, range(0, piece * num_ranks + 1, piece))
-
-    def _finish(self, work: Any) -> float:
-        """Wait for the work, and for the device, and return the time."""
-        work.wait()
-        return self._synchronised_s()
-
-    def _synchronised_s(self) -> float:
-        if self.device != "cpu":
-            torch.cuda.synchronize()  # wait() only orders the device's streams
-        return time.monotonic()
 
     def _meet(self, ranks: Sequence[int]) -> None:
         """Wait until all these ranks have called it: the others notify the first rank, which releases them."""

@@ -86,6 +86,9 @@ class MarkRecorder:
             self.start_s = now_s
         self.moments.append(Moment(name, layer, peer, nbytes, event, now_s))
 
+    def hold(self, hold_s: float) -> None:
+        """Keep the current stream of the device busy, so that the host runs ahead; on a CPU, do nothing."""
+
     def wait(self) -> None:
         """Return when the device has finished all issued work."""
 
@@ -133,6 +136,9 @@ class CudaClock(MarkRecorder):
     def start(self, hold_s: float = 0.0) -> None:
         super().start()
         self.wait()
+        self.hold(hold_s)
+
+    def hold(self, hold_s: float) -> None:
         if hold_s > 0:
             self.cuda._sleep(round(hold_s * _CYCLES_PER_S))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,8 +13,9 @@ from hypothesis import strategies as st
 
 from calibrate.data import Measurement
 from calibrate.measure.links import Flow, LinkBench, LinkPoint, find_topology, link_points, measured_link, patterns
-from calibrate.measure.ranks import LinkSetup
+from calibrate.measure.ranks import HOLD_S, LinkRank, LinkSetup
 from kvrsim.errors import InputError
+from kvrsim.runtime.marks import _CYCLES_PER_S, CudaClock
 
 SMALL = 2**16
 
@@ -89,6 +92,65 @@ def test_gloo_is_timed() -> None:
     assert all(row.median_s > 0 for row in rows)
     assert {row.nodes for row in rows if row.operation != "host_message"} == {1}
     assert all(bench.expected_s(point) > 0 for point in samples)
+
+
+# On a GPU the host's calls are not part of a transfer's time.
+
+
+class SlowHost:
+    """Links whose calls take the host longer than the transfers take the device."""
+
+    call_s = 0.01
+    transfer_s = 3e-4
+
+    def __init__(self, cuda: Any) -> None:
+        self.cuda = cuda
+
+    def isend(self, edge: Flow, tensor: Any) -> SlowHost:
+        time.sleep(self.call_s)
+        return self
+
+    irecv = isend
+
+    def wait(self) -> None:
+        self.cuda.compute(self.transfer_s)
+
+
+def rank_on(cuda: Any, rank: int, monkeypatch: pytest.MonkeyPatch) -> LinkRank:
+    """A rank of two on a stand-in of a GPU, whose device also spends the time of a hold."""
+    monkeypatch.setattr(cuda, "_sleep", lambda cycles: cuda.compute(cycles / _CYCLES_PER_S))
+    result = LinkRank.__new__(LinkRank)
+    monkeypatch.setattr(result, "rank", rank, raising=False)
+    monkeypatch.setattr(result, "clock", CudaClock(cuda), raising=False)
+    monkeypatch.setattr(result, "links", SlowHost(cuda), raising=False)
+    monkeypatch.setattr(result, "incoming", [0], raising=False)
+    monkeypatch.setattr(result, "outgoing", [0], raising=False)
+    monkeypatch.setattr(result, "_meet", lambda ranks: None, raising=False)
+    return result
+
+
+def test_a_message_begins_when_the_senders_device_comes_to_it(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = rank_on(fake_cuda, 0, monkeypatch)
+    [(began_s, arrived_s)] = sender.exchange(flows=[(0, 1)], nbytes=1, repeats=1)
+    assert began_s == pytest.approx(sender.clock.start_s + HOLD_S, abs=1e-9)
+    assert arrived_s is None
+
+
+def test_a_message_arrives_when_the_receivers_device_has_it(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = rank_on(fake_cuda, 1, monkeypatch)
+    [(_, arrived_s)] = receiver.exchange(flows=[(0, 1)], nbytes=1, repeats=1)
+    assert arrived_s == pytest.approx(receiver.clock.start_s + SlowHost.transfer_s, abs=1e-9)
+
+
+def test_a_ring_lasts_as_long_as_on_the_device(fake_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = rank_on(fake_cuda, 0, monkeypatch)
+
+    def ring() -> None:
+        for _ in range(3):
+            rank.links.isend((0, 1), None).wait()
+
+    for began_s, ended_s in rank._spans_s(ring, num_ranks=2, repeats=2):
+        assert ended_s - began_s == pytest.approx(3 * SlowHost.transfer_s, abs=1e-9)
 
 
 # -- Links between the ranks are recognised by the times of messages.
