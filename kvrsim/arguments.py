@@ -863,6 +863,14 @@ class PlanArgs(SearchArgs, TargetArgs):
             section="Question",
         ),
     ] = None
+    confirmed: Annotated[
+        str | None,
+        Help(
+            "What kvrsim confirm -o FILE measured: show it beside the predictions of the same partitions.",
+            metavar="FILE",
+            section="Question",
+        ),
+    ] = None
 
 
 class SimulateArgs(Arguments):

@@ -122,6 +122,10 @@ def plan_of(
         seed=noise.seed,
         target=compared,
     )
+    if compared.confirmed is not None:
+        from planner.confirm.saved import SavedConfirmation  # imported only if a file is named
+
+        result = replace(result, measured_s=SavedConfirmation.read(compared.confirmed).of_plan(result))
     return scenario, _with_users(result, scenario, users)
 
 
@@ -415,7 +419,8 @@ def confirm(
     args: MeasuredArgs,
     *,
     strategies: Sequence[str] | None = None,
-    top: int = 3,
+    top: int | None = None,
+    plan: str | PathLike[str] | None = None,
     virtual: bool | None = None,
     hardware: dict[str, Any] | None = None,
 ) -> kvrsim.Confirmation:
@@ -428,9 +433,13 @@ def confirm(
     Parameters
     ----------
     strategies : sequence of str
-        Names, or ["all"]; None: the strategies of the paper.
+        Names, or ["all"]; None: the strategies of the paper, or the fastest of `plan`.
     top : int
-        Number of KVR partitions: the plan's partition, and the top - 1 next best ones.
+        Number of KVR partitions: the plan's partition, and the top - 1 next best ones (3). With `plan`: number of its
+        fastest strategies (5); kvr-s, tsp and single are measured as well.
+    plan : path
+        A file of `kvrsim plan -o FILE` with the same model, context and number of GPUs: its strategies are measured
+        with its partitions.
     virtual : bool
         Replay all ranks on one device, with modelled messages; None: only if there are too few devices.
     hardware : dict
@@ -454,13 +463,21 @@ def confirm(
     >>> found.ok  # doctest: +SKIP
     True
     """
+    from planner.confirm.confirm import Choice
     from planner.confirm.confirm import confirm as run
     from planner.confirm.hardware import Hardware
+    from planner.confirm.saved import PLAN_FILE, SavedPlan
 
     scenario, warnings = build_scenario(args)
     emulated = args.link_bandwidth is not None or args.link_latency is not None
     about: dict[str, Any] = {"config": str(args.model), "emulated": emulated} | (hardware or {})
-    return run(scenario, Hardware(**about), strategies=strategies, top=top, virtual=virtual, warnings=warnings)
+    saved = None
+    if plan is not None:
+        saved = SavedPlan.read(str(plan), "plan")
+        if saved is None:
+            raise InputError("plan", plan, PLAN_FILE.partition(",")[0])
+    choice = Choice(strategies=strategies, top=top, plan=saved)
+    return run(scenario, Hardware(**about), choice=choice, virtual=virtual, warnings=warnings)
 
 
 def table_of(source: str | PathLike[str] | kvrsim.PartitionTable | None) -> kvrsim.PartitionTable | None:

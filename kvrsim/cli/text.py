@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -260,6 +261,14 @@ def stages_text(pieces: Sequence[int], layers: Sequence[int]) -> str:
     num_pieces = f"{len(pieces)} piece{'s' * (len(pieces) != 1)}"
     num_stages = f"{len(layers)} stage{'s' * (len(layers) != 1)}"
     return f"{num_pieces} of {text} tokens; {num_stages} of {stages} layers"
+
+
+def confirm_command(plan: str, model: str, profile: str) -> str:
+    """The command that measures a saved plan. model: as it was given to the plan, whose file has only its name."""
+    command = f"kvrsim confirm {shlex.quote(plan)}"
+    if os.path.exists(model):
+        command = f"kvrsim confirm --plan {shlex.quote(plan)} --model {shlex.quote(model)}"
+    return f"{command} --profile {shlex.quote(profile)}"
 
 
 def round_up_percent(share: float) -> str:

@@ -462,6 +462,7 @@ class Plan(Answer):
     noise: NoiseReport | None = None  # noise of the ranking, if any
     promise: Promise | None = None  # promise for the best strategy; None: nothing fits
     limits: tuple[Limit, ...] = ()  # limits of the best strategy's TTFT, the largest share first
+    measured_s: Mapping[str, float] = field(default_factory=dict)  # median TTFT of a confirmation, by strategy
     shortfall: Shortfall | None = None  # if nothing fits: the missing memory, and settings that would fit
     users: ClosedLoop | None = None  # closed-loop users of every strategy's `mean_ttft_s`
     source: PlanSource = field(repr=False, compare=False)  # computes the properties
@@ -599,6 +600,8 @@ class Plan(Answer):
         content |= fields_to_json(self, "baseline", "not_compared", "not_tried", "strategies", "bounds", "search")
         content |= fields_to_json(self, "provenance", "interval_coverage", "promise", "limits", "advice", "shortfall")
         content["warnings"] = list(self.warnings)
+        if self.measured_s:
+            content["measured_s"] = dict(self.measured_s)
         if self.users is not None:
             content["users"] = fields_to_json(self.users)
         if self.noise is not None:

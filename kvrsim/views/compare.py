@@ -1,4 +1,4 @@
-"""Answers of `kvrsim plan --json` and `simulate --json` side by side, as tables and as a page."""
+"""Answers of `kvrsim plan`, `simulate` and `confirm` with --json side by side, as tables and as a page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SavedStrategy(Prediction):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedAnswer:
-    """A plan or a simulation, read from its JSON."""
+    """A plan, a simulation or a confirmation, read from its JSON."""
 
     name: str
     question: Mapping[str, str]  # parts of the question in words, by label
@@ -45,6 +45,8 @@ class SavedAnswer:
             json.dumps(data.fields, allow_nan=False)
         except ValueError:
             raise InputError(data.where, "NaN or Infinity", "valid JSON, whose numbers are finite") from None
+        if data.has("candidates"):
+            return cls.of_confirmation(name, data)
         data = data.child("plan") if data.has("plan") else data
         question = data.child("question")
         if data.has("strategy"):  # the answer is a simulation
@@ -58,10 +60,37 @@ class SavedAnswer:
             best = data.child("best").text("strategy") if data.has("best") else ""
         return cls(
             name=name,
-            question=question_parts(question),
+            question=question_parts(question) | {"TTFTs": "predicted"},
             strategies=tuple(strategies),
             best=next((one for one in strategies if one.strategy == best), None),
             limits={one.text("operation"): one.number("share") for one in data.children("limits")},
+        )
+
+    @classmethod
+    def of_confirmation(cls, name: str, data: JsonObject) -> SavedAnswer:
+        """Read what `confirm` measured: medians, with the shortest and the longest sample as interval."""
+        measured = []
+        for entry in data.children("candidates"):
+            samples_s = entry.numbers("samples_s")
+            median_s = entry.number("measured_ttft_s")
+            measured.append(
+                SavedStrategy(
+                    strategy=entry.text("strategy"),
+                    ttft_s=median_s,
+                    ttft_low_s=min(samples_s, default=median_s),
+                    ttft_high_s=max(samples_s, default=median_s),
+                    fits=True,
+                )
+            )
+        measured.sort(key=lambda strategy: strategy.ttft_s)
+        if not measured:
+            raise data.error("candidates", "those of kvrsim confirm --json")
+        return cls(
+            name=name,
+            question=question_parts(data.child("question")) | {"TTFTs": "measured"},
+            strategies=tuple(measured),
+            best=measured[0],
+            limits={},
         )
 
 

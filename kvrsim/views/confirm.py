@@ -98,6 +98,23 @@ def summary(confirmation: Confirmation) -> Summary:
     )
 
 
+def verdict(confirmation: Confirmation) -> str:
+    """Whether the plan's best was the best, in one sentence."""
+    choice = confirmation.choice
+    fastest = confirmation.best
+    number = len(confirmation.candidates)
+    if confirmation.best_was_best is None:
+        assert confirmation.plan is not None
+        measured = f"of the {number} measured, {fastest.strategy} was the fastest: {format_seconds(fastest.median_s)}"
+        return f"The plan's best, {confirmation.plan.best}, was not measured; {measured}."
+    if choice is fastest:
+        return f"The plan's best, {choice.strategy}, was the fastest of {number}: {format_seconds(choice.median_s)}."
+    difference = f"{fastest.strategy} was {confirmation.regret:.1%} faster"
+    if confirmation.best_was_best:
+        return f"The plan's best, {choice.strategy}, was one of the fastest: {difference}, within the spread."
+    return f"The plan's best, {choice.strategy}, was not the fastest: {difference}."
+
+
 def answer(confirmation: Confirmation) -> str:
     """Return the answer in one line."""
     choice = confirmation.choice

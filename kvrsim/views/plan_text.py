@@ -53,8 +53,8 @@ def row_groups(plan: Plan) -> list[RowGroup]:
     """The rows of the first screen, all of which fit.
 
     The paper's question: the paper's strategies, what is faster, and the fastest that an engine launches.
-    Every other question: the fastest, the baseline and kvr-s. With an engine, the fastest are those that it launches
-    and the fastest of all.
+    Every other question: the fastest, the baseline, kvr-s, and what was measured. With an engine, the fastest are
+    those that it launches and the fastest of all.
     """
     fitting = [result for result in plan.strategies if result.fits]
     if _answers_the_paper(plan):
@@ -65,7 +65,7 @@ def row_groups(plan: Plan) -> list[RowGroup]:
     names = {result.strategy for result in fastest[:FASTEST_ROWS]}
     if plan.first.strategy not in names:
         names = {result.strategy for result in fastest[: FASTEST_ROWS - 1]} | {plan.first.strategy}
-    names |= {KVR_S.name, plan.baseline or KVR_S.name}
+    names |= {KVR_S.name, plan.baseline or KVR_S.name, *plan.measured_s}
     return [RowGroup("", [result for result in fitting if result.strategy in names])]
 
 
@@ -77,6 +77,7 @@ def _groups_of_paper(plan: Plan, fitting: Sequence[StrategyResult]) -> list[RowG
     shown = faster[:_FASTER_ROWS]
     if plan.first in faster[_FASTER_ROWS:]:
         shown[-1] = plan.first
+    shown += [result for result in faster if result.strategy in plan.measured_s and result not in shown]
     groups = [RowGroup("", paper)]
     if shown:
         groups.append(RowGroup("faster, not in the paper:", shown))
@@ -116,6 +117,7 @@ def strategies_table(plan: Plan, *, short: bool = False) -> Table:
         Column(title="TTFT\n", number=True, hint="time to first token"): True,
         Column(title=interval_title(plan.interval_coverage), number=True, rank=2, hint="of the TTFT"): has_interval,
         Column(title="paper\n", number=True, rank=5, hint="TTFT that the KV-Runahead paper measured"): is_in_paper,
+        Column(title="measured\n", number=True, hint="median TTFT of the confirmation"): bool(plan.measured_s),
         Column(title=f"vs {over}\n", number=True, hint=f"TTFT of {plan.baseline} divided by this TTFT"): over
         is not None,
         Column(title="exposed\ncomm.", number=True, rank=5, hint="TTFT minus TTFT with free communication"): not short,
@@ -142,12 +144,14 @@ def _cells(plan: Plan, result: StrategyResult, unit: str, *, short: bool) -> tup
     """All cells of a strategy's row, in the order of the columns."""
     speedup = "" if result.speedup is None else Cell(shown=f"{result.speedup:.2f}×", value=result.speedup)
     paper_s = result.paper_ttft_s
+    measured_s = plan.measured_s.get(result.strategy)
     return (
         _marked(plan, result),
         format_partition(result.partition),
         Cell(shown=_in_unit(unit, result.ttft_s), value=result.ttft_s),
         Cell(shown=_in_unit(unit, result.ttft_low_s, result.ttft_high_s), value=result.ttft_high_s),
         Cell(shown="" if paper_s is None else _in_unit(unit, paper_s), value=paper_s),
+        Cell(shown="" if measured_s is None else _in_unit(unit, measured_s), value=measured_s),
         speedup,
         "" if short else seconds_cell(result.exposed_comm_s),  # both columns take time to compute
         "" if short else seconds_cell(max(result.wait_s)),
@@ -226,6 +230,7 @@ def sentences(plan: Plan) -> Iterator[str]:
         whose = "" if plan.first.strategy in usual_names("paper") else ", which the paper does not have"
         yield f"Faster: {named(plan.first)}{whose}. {next(promised)}"
     yield from promised
+    yield from _measured(plan)
     if plan.limits:
         top = plan.limits[0]
         verb = "limit" if top.operation.endswith("s") else "limits"
@@ -235,6 +240,18 @@ def sentences(plan: Plan) -> Iterator[str]:
     if not answers_the_paper:
         yield from _runahead(plan)
     yield from _launchers(plan)
+
+
+def _measured(plan: Plan) -> Iterator[str]:
+    """Which of the plan's strategies was the fastest in the confirmation."""
+    if not plan.measured_s:
+        return
+    fastest = min(plan.measured_s, key=plan.measured_s.__getitem__)
+    ttft = format_seconds(plan.measured_s[fastest])
+    if fastest == plan.first.strategy:
+        yield f"Measured: it was the fastest of {len(plan.measured_s)}, {ttft}."
+    else:
+        yield f"Measured: {fastest} was the fastest of {len(plan.measured_s)}, {ttft}."
 
 
 def _answers_the_paper(plan: Plan) -> bool:

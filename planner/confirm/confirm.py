@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,62 +19,157 @@ from kvrsim.runtime.host import busy_note, started_by_torchrun
 from kvrsim.runtime.plan import RUN_STRATEGIES, Job, Parts, RankSettings, Report, Timing
 from kvrsim.runtime.ranks import launch
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, usual_names
+from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy, usual_names
 from kvrsim.strategies.pipeline import layers_of
 from kvrsim.units import format_bytes, format_count, format_seconds
 from planner.candidates import Candidate, Search, all_for, execution_of, strategies_to_compare
 from planner.confirm.hardware import NO_REFERENCE, Hardware, MemoryBudget, Mode, Reporter
 from planner.confirm.result import Confirmation, MeasuredCandidate, Targets
+from planner.confirm.saved import SavedPlan, SavedRow
 from planner.plan import Ranking
 from planner.search.minimise import Evaluator, around, chunks_between
 
 _LEAST_DISTANCE = 1 / 16  # share of the even chunk; a measurement cannot distinguish partitions that differ by less
+_PARTITIONS = 3  # partitions of KVR that are measured without a saved plan: the best, and the next best ones
+_PLAN_ROWS = 5  # fastest strategies of a saved plan that are measured
+_REFERENCES = ("tsp", "single")  # strategies that are measured with every saved plan: the paper's baselines
 _MORE_PREFILLS = 3  # prefills of a plan beside the measured ones for which time is allowed: with hooks, for the logits
 _REFERENCE_PREFILLS = 2  # prefills for which time is allowed once: the reference of the logits takes longer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Which candidates are measured."""
+
+    strategies: Sequence[str] | None = None  # names; "all": every one that can be measured; None: the default
+    top: int | None = None  # number of the plan's fastest, or without a plan of partitions of KVR; None: the default
+    plan: SavedPlan | None = None  # the plan whose strategies and partitions are measured; None: a new one is made
 
 
 def confirm(
     scenario: Scenario,
     hardware: Hardware,
     *,
-    strategies: Sequence[str] | None = None,
-    top: int = 3,
+    choice: Choice | None = None,
     virtual: bool | None = None,
     targets: Targets | None = None,
     warnings: Sequence[str] = (),
     reporter: Reporter | None = None,
 ) -> Confirmation:
-    """Plan, measure the strategies and the `top` best partitions of KVR, and compare them with the predictions.
+    """Measure the candidates of a plan, and compare them with the predictions.
 
-    strategies: names; "all" for every strategy that can be measured here; None for the paper's strategies.
+    choice: the candidates; None: the paper's strategies and the next best partitions of KVR.
     virtual: replay all ranks on one device; None: only if the machine has fewer devices than the scenario has GPUs.
     Raises InputError without a profile of this machine, where the machine cannot run the scenario or a strategy, or
     where no candidate fits in its memory; RankError where a rank fails.
     """
+    choice = choice or Choice()
     scenario = hardware.runnable(scenario)
     mode, mode_notes = _mode(scenario, hardware, virtual)
-    names, name_notes = strategies_here(scenario, strategies, mode, hardware)
-    ranking = Ranking.of(scenario, strategies_to_compare(scenario, names), Search(), disturbance=None)
-    candidates = {candidate.strategy.name: candidate for candidate in ranking.candidates}
-    if KVR_S.name in candidates:
-        candidates |= further_candidates(candidates[KVR_S.name], ranking.candidates, top - 1)
-    notes = (*warnings, *mode_notes, *name_notes)
+    if choice.plan is None:
+        candidates, choice_notes = _planned_here(scenario, choice, mode, hardware)
+    else:
+        candidates, choice_notes = _of_plan(scenario, choice, choice.plan, mode, hardware)
+    notes = (*warnings, *mode_notes, *choice_notes)
     timings, conditions, notes = measured_here(candidates, hardware, mode, notes=notes, reporter=reporter)
+    planned_s: dict[str, float] = {}
+    if choice.plan is not None:
+        planned_s = {row.strategy: row.ttft_s for row in choice.plan.rows}
     measured = []
     for name, timing in timings.items():
         candidate = candidates[name]
-        prediction = _prediction(name, candidate)
-        measured.append(MeasuredCandidate(prediction=prediction, timing=timing, predicted=candidate.timeline))
-    chosen = min(range(len(measured)), key=lambda index: measured[index].predicted_s)
+        measured.append(
+            MeasuredCandidate(
+                prediction=_prediction(name, candidate),
+                timing=timing,
+                predicted=candidate.timeline,
+                planned_s=planned_s.get(name),
+            )
+        )
     return Confirmation(
-        question=Question.of(scenario, seed=hardware.seed, top=top, virtual=mode == "virtual"),
+        question=Question.of(scenario, seed=hardware.seed, top=choice.top, virtual=mode == "virtual"),
         mode=mode,
         candidates=tuple(measured),
-        chosen=chosen,
+        chosen=_chosen(measured, choice.plan),
+        plan=choice.plan,
         conditions=conditions,
         targets=targets or Targets(),
         warnings=notes,
     )
+
+
+def _planned_here(
+    scenario: Scenario, choice: Choice, mode: Mode, hardware: Hardware
+) -> tuple[dict[str, Candidate], tuple[str, ...]]:
+    """Plan the chosen strategies with the profile; return them and the next best partitions of KVR, and notes."""
+    names, notes = strategies_here(scenario, choice.strategies, mode, hardware)
+    ranking = Ranking.of(scenario, strategies_to_compare(scenario, names), Search(), disturbance=None)
+    candidates = {candidate.strategy.name: candidate for candidate in ranking.candidates}
+    if KVR_S.name in candidates:
+        count = (choice.top or _PARTITIONS) - 1
+        candidates |= further_candidates(candidates[KVR_S.name], ranking.candidates, count)
+    return candidates, notes
+
+
+def _of_plan(
+    scenario: Scenario, choice: Choice, plan: SavedPlan, mode: Mode, hardware: Hardware
+) -> tuple[dict[str, Candidate], tuple[str, ...]]:
+    """Return the plan's first strategies that run here, kvr-s and the references, with the plan's partitions; notes.
+
+    Raises InputError for a strategy that is named and not in the plan, or that cannot be measured here.
+    """
+    rows = {row.strategy: row for row in plan.rows}
+    if choice.strategies is not None:
+        for name in choice.strategies:
+            if name not in rows:
+                raise InputError("strategies", name, f"those of {plan.file} that fit: {', '.join(rows)}")
+            _check_measurable(name, scenario, mode, hardware)
+        return {name: _with_partition(scenario, rows[name]) for name in choice.strategies}, ()
+    candidates: dict[str, Candidate] = {}
+    left_out: list[str] = []
+    wanted = choice.top or _PLAN_ROWS
+    for name, row in rows.items():
+        if not wanted and name not in (KVR_S.name, *_REFERENCES):
+            continue
+        try:
+            _check_measurable(name, scenario, mode, hardware)
+        except InputError:
+            left_out.append(name)
+            continue
+        candidates[name] = _with_partition(scenario, row)
+        wanted = max(0, wanted - 1)
+    for name in _REFERENCES:
+        if name not in rows:
+            _check_measurable(name, scenario, mode, hardware)
+            candidates[name] = Search().candidate(scenario, STRATEGIES[name])
+    notes: tuple[str, ...] = ()
+    if left_out:
+        notes = (f"in the plan, but not measured, because they do not run here: {', '.join(left_out)}",)
+    return candidates, notes
+
+
+def _with_partition(scenario: Scenario, row: SavedRow) -> Candidate:
+    """Return a strategy of a plan with the plan's partition. Raises InputError if the partition does not fit."""
+    strategy = get_strategy(row.strategy, "strategies")
+    if row.layers is not None:
+        strategy = replace(strategy, stage_layers=row.layers)
+    execution = execution_of(scenario, strategy)
+    tokens = scenario.request.new_tokens
+    num_chunks = len(row.partition)
+    if strategy.pipeline is None:
+        num_chunks = execution.cluster.num_gpus
+    partition = Partition.of(row.partition, num_tokens=tokens, num_ranks=num_chunks)
+    return Candidate(scenario=scenario, execution=execution, partition=partition)
+
+
+def _chosen(measured: Sequence[MeasuredCandidate], plan: SavedPlan | None) -> int:
+    """Index of the plan's best strategy that was measured; without a plan, of the fastest by prediction."""
+    names = [candidate.strategy for candidate in measured]
+    if plan is not None:
+        for row in plan.rows:
+            if row.strategy in names:
+                return names.index(row.strategy)
+    return min(range(len(measured)), key=lambda index: measured[index].predicted_s)
 
 
 def _mode(scenario: Scenario, hardware: Hardware, virtual: bool | None) -> tuple[Mode, tuple[str, ...]]:

@@ -18,6 +18,7 @@ from kvrsim.results.results import Answer, StrategyPrediction, stages_to_json
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.plan import Timing
 from planner.confirm.hardware import Mode
+from planner.confirm.saved import SavedPlan
 
 if TYPE_CHECKING:
     import pandas
@@ -49,6 +50,7 @@ class MeasuredCandidate:
     prediction: StrategyPrediction  # its `strategy` is the candidate's name, such as "kvr-s #2"
     timing: Timing  # measured TTFTs by round; with virtual ranks, these are composed of measured parts
     predicted: Timeline = field(repr=False, compare=False)
+    planned_s: float | None = None  # TTFT in the saved plan, predicted with that plan's profile; None: not in a plan
 
     @property
     def strategy(self) -> str:
@@ -90,6 +92,7 @@ class MeasuredCandidate:
             "predicted_ttft_s": self.predicted_s,
             "predicted_low_s": self.prediction.ttft_low_s,
             "predicted_high_s": self.prediction.ttft_high_s,
+            "planned_ttft_s": self.planned_s,
             "measured_ttft_s": self.median_s,
             "measured_iqr_s": self.timing.iqr_s,
             "rel_error": self.rel_error,
@@ -109,11 +112,25 @@ class Confirmation(Answer):
     conditions: Mapping[str, str]  # machine, libraries, repetitions, and the modelled parts
     targets: Targets
     warnings: tuple[str, ...]
+    plan: SavedPlan | None = None  # the plan that was confirmed; None: it was made with the profile of this machine
 
     @property
     def choice(self) -> MeasuredCandidate:
-        """The candidate that the plan predicts to be the fastest."""
+        """The plan's best candidate that was measured; without a saved plan, the fastest by prediction."""
         return self.candidates[self.chosen]
+
+    @property
+    def best_was_best(self) -> bool | None:
+        """Whether no candidate was significantly faster than the plan's best; None: that was not measured."""
+        if self.plan is not None and self.choice.strategy != self.plan.best:
+            return None
+        return self.choice is self.best or not self.regret_beyond_spread
+
+    def plan_to_dict(self) -> dict[str, Any] | None:
+        """The confirmed plan as plain JSON values: its file, its profile and its best strategy; None: no saved plan."""
+        if self.plan is None:
+            return None
+        return fields_to_json(self.plan, "file", "profile", "best")
 
     @property
     def best(self) -> MeasuredCandidate:
@@ -214,6 +231,8 @@ class Confirmation(Answer):
                 "wrong": to_json(self.wrong_pairs),
             },
             "best_measured": fields_to_json(self.best, "strategy", "partition"),
+            "saved_plan": self.plan_to_dict(),
+            "best_was_best": self.best_was_best,
             **fields_to_json(self, "regret", "regret_spread", "regret_beyond_spread", "median_error", "speed"),
             **fields_to_json(self, "max_logit_error", "ok", "reasons"),
             "targets": fields_to_json(self.targets) | {"logits": self.targets.logits_for(self.question.dtype)},

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,7 +16,7 @@ from kvrsim.cli.help import CommandGroup
 from kvrsim.cli.options import OUTPUT, Json, Sources, WritablePath, require_torch, with_options
 from kvrsim.cli.output import print_json, print_result, warn_notes
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Facts, Part, facts, show
+from kvrsim.cli.text import Facts, Part, Row, confirm_command, facts, show
 from kvrsim.errors import ABSENT, InputError
 from kvrsim.io.annotations import Range
 from kvrsim.io.schema import fields_to_json
@@ -309,6 +310,15 @@ def calibrate_all(
         print_json(
             content | {"measured": measured, "files": {"profile": output, "compute": layers_csv, "links": links}}
         )
+    else:
+        show(facts(*next_rows(str(layers.model), output)))
+
+
+def next_rows(model: str, profile: str) -> Iterator[Row]:
+    """The commands that plan with the new profile, and measure that plan."""
+    plan = f"kvrsim plan --model {shlex.quote(model)} --profile {shlex.quote(profile)} --ctx 4k -o plan.json"
+    yield "next:", plan
+    yield "", f"{confirm_command('plan.json', model, profile)} -o confirmed.json"
 
 
 def _datasheet_link(compute: str) -> str | None:

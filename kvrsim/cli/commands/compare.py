@@ -19,7 +19,7 @@ def compare(
     answers: Annotated[
         Sources,
         Help(
-            "Two or more outputs of kvrsim plan --json or simulate --json, or of capacity --json.",
+            "Two or more outputs of kvrsim plan, simulate or confirm with --json, or of capacity --json.",
             metavar="ANSWER.json...",
             positional=True,
         ),

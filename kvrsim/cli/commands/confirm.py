@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from click.exceptions import Exit
 
-from kvrsim.arguments import Arguments, Help, MeasuredArgs, Read, Share, strategy_list, written
+from kvrsim.arguments import Arguments, Context, Count, Help, MeasuredArgs, Read, Share, strategy_list, written
 from kvrsim.cli.commands.run import FIXED
 from kvrsim.cli.options import OUTPUT, HardwareArgs, OutputArgs, PageArgs, WritablePath, hardware_of, with_options
 from kvrsim.cli.output import print_answer, print_json, print_result, warn_once, write_files
@@ -16,6 +16,7 @@ from kvrsim.cli.text import Part, facts, header, headline, likely, note_rows
 from kvrsim.errors import ABSENT, InputError, KvrsimError
 from kvrsim.io.annotations import Range
 from kvrsim.io.files import is_first_rank
+from kvrsim.io.schema import write_json
 from kvrsim.units import format_count, format_seconds
 from kvrsim.views.table import Text
 
@@ -23,11 +24,58 @@ if TYPE_CHECKING:
     from kvrsim.scenario import Scenario
     from planner.confirm.hardware import Hardware
     from planner.confirm.result import Confirmation
+    from planner.confirm.saved import SavedPlan
     from planner.confirm.search import Chunks, HardwareSearch, SearchedPartition
 
+_RANKS = 2  # ranks without a saved plan
 NOT_MET = 1  # exit code if a target is not met or a rank fails
 _STARTING = "planning and starting ranks"
 StrategyNames = Annotated[list[str], Read(strategy_list)]  # of the shipped strategies
+
+
+_Ranks = Annotated[Count | None, Help("Number of ranks. Default: the plan's, or 2.", metavar="N", section="Question")]
+_Batch = Annotated[
+    Count | None, Help("Sequences prefilled together. Default: the plan's, or 1.", metavar="N", section="Question")
+]
+
+
+class PlannedArgs(MeasuredArgs):
+    """Arguments of a measured scenario, which a saved plan may give."""
+
+    ctx: Annotated[
+        Context | None,
+        Help(
+            "Context length in tokens: 16k is 16384. Required without a saved plan.", metavar="LEN", section="Question"
+        ),
+    ] = None  # type: ignore[assignment]
+    gpus: _Ranks = None  # type: ignore[assignment]
+    batch: _Batch = None  # type: ignore[assignment]
+
+    def filled(self, plan: SavedPlan | None) -> MeasuredArgs:
+        """The arguments with the values of the plan, and with defaults. Raises InputError if they contradict it."""
+        values = vars(self)
+        if plan is not None:
+            values = self._planned(plan)
+        elif self.ctx is None:
+            raise InputError("ctx", ABSENT, "a context length, such as 4k; or a plan: kvrsim confirm plan.json")
+        defaults: dict[str, Any] = {"gpus": _RANKS, "batch": 1}
+        given = {name: value for name, value in values.items() if value is not None}
+        return MeasuredArgs(**values | defaults | given)
+
+    def _planned(self, plan: SavedPlan) -> dict[str, Any]:
+        """The arguments with the values of the plan. Raises InputError if another length, number or batch is given."""
+        values = dict(vars(self))
+        if values["model"] == plan.file:
+            values["model"] = plan.model
+        for name, planned in (("ctx", plan.context_len), ("gpus", plan.num_gpus), ("batch", plan.batch)):
+            if values[name] not in (None, planned):
+                raise InputError(name, values[name], f"{planned}, as in {plan.file}")
+            values[name] = planned
+        for name, setting in (("dtype", plan.dtype), ("attention", plan.attention)):
+            if values[name] is None:
+                values[name] = setting
+        values["cached_prefix"] = values["cached_prefix"] or plan.cached_prefix
+        return values
 
 
 class ConfirmArgs(Arguments):
@@ -37,7 +85,8 @@ class ConfirmArgs(Arguments):
         StrategyNames | None,
         Help(
             "Strategies to measure, such as ring,tp,kvr-s; all: every strategy that the planner compares and that "
-            "runs here. Default: single,tsp,kvr-e,kvr-s.",
+            "runs here. Default: the plan's fastest, kvr-s, tsp and single; without a saved plan single,tsp,kvr-e,"
+            "kvr-s.",
             metavar="NAMES|all",
             section="Question",
         ),
@@ -63,10 +112,23 @@ class ConfirmArgs(Arguments):
         ),
     ] = None
     top: Annotated[
-        int,
+        int | None,
         Range(least=1, most=1000),
-        Help("Number of KVR partitions: the plan's, and the K - 1 next best.", metavar="K", section="Search"),
-    ] = 3
+        Help(
+            "Number of a saved plan's fastest strategies (default 5); without one, number of KVR partitions: the best, "
+            "and the K - 1 next best (default 3).",
+            metavar="K",
+            section="Search",
+        ),
+    ] = None
+    plan: Annotated[
+        str | None,
+        Help(
+            "A plan that kvrsim plan -o FILE wrote, as MODEL; needed if --model gives the path of its model.",
+            metavar="FILE",
+            section="Question",
+        ),
+    ] = None
     search: Annotated[
         bool,
         Help(
@@ -89,29 +151,41 @@ class ConfirmArgs(Arguments):
     ] = None
     output: Annotated[
         WritablePath | None,
-        Help("Write the partition found by --search as a partition table.", metavar="FILE", spelling=OUTPUT),
+        Help(
+            "Write the confirmation, as --json prints it, for kvrsim plan --confirmed and kvrsim compare. With "
+            "--search: write the partition found as a partition table.",
+            metavar="FILE",
+            spelling=OUTPUT,
+        ),
     ] = None
 
 
 @with_options(fixed=FIXED)
 def confirm(
-    args: MeasuredArgs, hardware: HardwareArgs, options: ConfirmArgs, files: PageArgs, answer: OutputArgs
+    planned: PlannedArgs, hardware: HardwareArgs, options: ConfirmArgs, files: PageArgs, answer: OutputArgs
 ) -> None:
     """Measure a plan's candidates on this machine.
 
-    The runs are interleaved. Prints the errors of the predictions. The exit code is 1 if a target is not met: the
-    plan's choice, the predictions, or the logits.
+    MODEL may be a plan that kvrsim plan -o FILE wrote; without one, a plan is made now. The runs are interleaved. Says
+    whether the plan's best was the best, and the errors of the predictions. The exit code is 1 if a target is not met:
+    the plan's choice, the predictions, or the logits.
 
-    Example: kvrsim confirm --model tiny-llama --ctx 1k --gpus 2 --profile here.json
+    Example: kvrsim confirm plan.json --profile here.json -o confirmed.json
     """
     answer.check(search=options.search)
-    if options.output is not None and not options.search:
-        raise InputError("output", options.output, "nothing without --search, which writes a partition table")
+    plan = _saved_plan(planned, options)
+    args = planned.filled(plan)
     if args.profile is None:
         raise InputError("profile", ABSENT, "a profile of this machine; kvrsim calibrate all makes one")
     from kvrsim.builder import build_scenario
 
-    scenario, warnings = build_scenario(args)
+    try:
+        scenario, warnings = build_scenario(args)
+    except InputError as error:
+        if plan is not None and error.parameter == "model" and planned.model == plan.file:
+            accepted = f"the path of the plan's model: kvrsim confirm --plan {plan.file} --model PATH"
+            raise InputError("model", plan.model, accepted) from None
+        raise
     machine = hardware_of(hardware, args, scenario)
     if options.search:
         output = _checked_output(options, files)
@@ -120,6 +194,7 @@ def confirm(
         _search(scenario, machine, options.minutes, output, json=answer.json)
         return
     from kvrsim.views.confirm import write_traces
+    from planner.confirm.confirm import Choice
     from planner.confirm.confirm import confirm as measure
     from planner.confirm.hardware import Reporter
     from planner.confirm.result import Targets
@@ -129,8 +204,7 @@ def confirm(
             result = measure(
                 scenario,
                 machine,
-                strategies=options.strategies,
-                top=options.top,
+                choice=Choice(strategies=options.strategies, top=options.top, plan=plan),
                 virtual=options.virtual,
                 targets=Targets(
                     regret=options.max_regret, median_error=options.max_error, logits=options.max_logit_error
@@ -144,7 +218,11 @@ def confirm(
         raise
     if is_first_rank():
         print_answer(answer, result.to_dict, "candidates", lambda: confirmation_screen(result))
-        write_files((files.trace, lambda path: write_traces(result, path)), (files.plot, result.write_plot))
+        write_files(
+            (options.output, lambda path: write_json(path, result.to_dict())),
+            (files.trace, lambda path: write_traces(result, path)),
+            (files.plot, result.write_plot),
+        )
     if not result.ok:
         raise Exit(NOT_MET)
 
@@ -158,6 +236,20 @@ def _checked_output(options: ConfirmArgs, files: PageArgs) -> Path:
     if options.output is None:
         raise InputError("output", ABSENT, "a file for the partition table that --search writes")
     return Path(options.output)
+
+
+def _saved_plan(args: PlannedArgs, options: ConfirmArgs) -> SavedPlan | None:
+    """The plan in the file that --plan or MODEL names; None: MODEL is a model."""
+    from planner.confirm.saved import SavedPlan
+
+    if options.plan is not None:
+        plan = SavedPlan.read(options.plan, "plan")
+        if plan is None:
+            raise InputError("plan", options.plan, "a plan that kvrsim plan -o FILE wrote")
+        return plan
+    if isinstance(args.model, str) and Path(args.model).is_file():
+        return SavedPlan.read(args.model)
+    return None
 
 
 def _search(scenario: Scenario, machine: Hardware, minutes: float, output: Path, *, json: bool) -> None:
@@ -177,10 +269,15 @@ _SHOWN_WRONG = 3  # largest number of wrongly ordered pairs that are listed
 
 def confirmation_screen(result: Confirmation) -> list[Part]:
     """Screen of a confirmation: regret, order and errors, then a row per candidate by predicted TTFT."""
-    from kvrsim.views.confirm import candidates_table
+    from kvrsim.views.confirm import candidates_table, verdict
 
+    planned = None
+    if result.plan is not None:
+        planned = f"{result.plan.file}, made with profile {result.plan.profile}"
     answer = facts(
-        ("measured:", headline(_ttft_line(result))),
+        ("answer:", headline(verdict(result))),
+        ("plan:", planned),
+        ("measured:", _ttft_line(result)),
         ("regret:", _regret(result)),
         ("order:", _order(result)),
         ("error:", f"{result.median_error:.1%}: |predicted / measured - 1|, median of the candidates"),

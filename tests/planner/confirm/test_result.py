@@ -19,10 +19,12 @@ from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.plan import Difference, RunPlan, Timing
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
+from kvrsim.views.confirm import verdict
 from planner.candidates import Search
-from planner.confirm.confirm import compose, further_candidates
+from planner.confirm.confirm import _chosen, compose, further_candidates
 from planner.confirm.hardware import Hardware, is_same_device
 from planner.confirm.result import Confirmation, MeasuredCandidate, Targets
+from planner.confirm.saved import SavedPlan, SavedRow
 from tests.building import Draws, any_scenario, draws, examples
 from tests.planner.confirm.confirm_setup import made_up_profile
 
@@ -65,6 +67,25 @@ def test_regret_is_nothing_for_the_best_and_never_below(samples: list[tuple[floa
     assert result.regret >= 0
     assert (result.regret == 0) == (result.choice.median_s == result.best.median_s)
     assert result.to_dict()["ok"] is (not result.reasons)
+
+
+def test_whether_the_plans_best_was_the_best() -> None:
+    """Of a saved plan, its best is the choice whatever this machine's profile predicts; a tie is no defeat."""
+    question = dict(model="llama-7b", context_len=8, num_gpus=2, batch=1, cached_prefix=0, profile="p")
+    rows = tuple(SavedRow(strategy=name, partition=(8,), layers=None, ttft_s=1.0) for name in "abc")
+    plan = SavedPlan(file="plan.json", **question, dtype="fp32", attention="eager", best="a", rows=rows)
+    steady = (candidate("b", 1.0, (1.00, 1.01, 1.02)), candidate("a", 2.0, (1.10, 1.11, 1.12)))
+    slower = replace(confirmation(*steady), plan=plan, chosen=_chosen(steady, plan))
+    assert (slower.choice.strategy, slower.best_was_best) == ("a", False)
+    assert verdict(slower) == "The plan's best, a, was not the fastest: b was 9.9% faster."
+    loose = (candidate("b", 1.0, (1.00, 1.10, 1.20)), candidate("a", 2.0, (1.01, 1.11, 1.21)))
+    tied = replace(confirmation(*loose), plan=plan, chosen=_chosen(loose, plan))
+    assert (tied.choice.strategy, tied.best_was_best) == ("a", True)
+    lacking = (candidate("c", 1.0, (1.0, 1.0, 1.0)), candidate("b", 2.0, (2.0, 2.0, 2.0)))
+    unknown = replace(confirmation(*lacking), plan=plan, chosen=_chosen(lacking, plan))
+    assert (unknown.choice.strategy, unknown.best_was_best) == ("b", None)
+    assert "was not measured" in verdict(unknown)
+    assert confirmation(*lacking).best_was_best is True
 
 
 def test_a_regret_counts_beyond_the_spread_only() -> None:
