@@ -10,7 +10,6 @@ from kvrsim.cli.options import Sources, with_options
 from kvrsim.cli.output import write_files
 from kvrsim.cli.text import headline, show
 from kvrsim.errors import InputError
-from kvrsim.views.plan_text import FASTEST_ROWS
 
 
 @with_options()
@@ -40,6 +39,7 @@ def compare(
     from kvrsim.views import fleets
     from kvrsim.views.figure import is_page
     from kvrsim.views.page import write_page
+    from kvrsim.views.plan_text import FASTEST_ROWS
 
     if len(answers) < 2:
         raise InputError("answer", answers[0], "two files or more")

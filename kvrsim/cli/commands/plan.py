@@ -20,7 +20,6 @@ from kvrsim.io.schema import write_json
 from kvrsim.notes import with_code, without
 from kvrsim.text import printable
 from kvrsim.units import format_seconds
-from kvrsim.views.plan_text import ROUGH, first_rows, sentences, strategies_table, tie_text
 from kvrsim.views.table import TIED, Text, format_partition
 
 if TYPE_CHECKING:
@@ -142,6 +141,8 @@ def plan_screen(plan: Plan, *, explain: bool = False) -> list[lines.Part]:
 
     explain: all strategies, bounds, search, memory and notes.
     """
+    from kvrsim.views.plan_text import first_rows, sentences, strategies_table, tie_text
+
     first, *others = sentences(plan)
     default = [f"{note[0].upper()}{note[1:]}." for note in with_code(plan.warnings, "paper")]
     question = lines.header(plan.question, plan.cluster)
@@ -164,6 +165,8 @@ def plan_screen(plan: Plan, *, explain: bool = False) -> list[lines.Part]:
 
 def _left_out(plan: Plan) -> Iterator[str]:
     """Count further strategies that fit and those that do not; name those that were not searched or not tried."""
+    from kvrsim.views.plan_text import ROUGH, first_rows
+
     fitting = [result for result in plan.strategies if result.fits]
     misfits = [result for result in plan.strategies if not result.fits]
     if plan.feasible and not all(result.searched for result in first_rows(plan)):
