@@ -190,7 +190,8 @@ def confirm(  # planner.api
     link_latency: float | str | None = None,
     topology: str | None = None,
     strategies: str | Strategy | Iterable[str | Strategy] | None = None,
-    top: int | str = 3,
+    top: int | str | None = None,
+    plan: str | PathLike[str] | None = None,
     virtual: bool | None = None,
     hardware: dict[str, Any] | None = None,
 ) -> Confirmation: ...
@@ -244,6 +245,7 @@ def plan(  # planner.api
     stride: int | str | None = None,
     search_budget: float | str = "1.5s",
     strategies: str | Strategy | Iterable[str | Strategy] | None = None,
+    confirmed: str | None = None,
     noise: str | PathLike[str] | Noise | None = None,
     samples: int | str | None = None,
     seed: int | str = 0,

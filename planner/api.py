@@ -414,7 +414,7 @@ def capacity_of(
     return plan_capacity(scenario, request, policy, warnings=warnings, pool=pool, on_progress=on_progress)
 
 
-@takes(strategies=StrategyList | None, top=Count, virtual=bool | None)
+@takes(strategies=StrategyList | None, top=Count | None, virtual=bool | None)
 def confirm(
     args: MeasuredArgs,
     *,
