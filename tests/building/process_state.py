@@ -13,30 +13,30 @@ import numpy as np
 
 _LIMITS = ("RLIMIT_CPU", "RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_FSIZE", "RLIMIT_NOFILE")
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGPIPE", "SIGCHLD", "SIGPROF", "SIGXCPU")
-# Variables that the libraries and kvrsim set once for the whole process, and that of pytest.
-_SET_ONCE = ("PYTEST_CURRENT_TEST",)
 
 
 def process_state() -> dict[str, Any]:
     """Everything that is compared, by name."""
     state: dict[str, Any] = {
         "folder": os.getcwd(),
-        "environment": {name: value for name, value in os.environ.items() if name not in _SET_ONCE},
-        "search path": tuple(sys.path),
         "locale": locale.setlocale(locale.LC_ALL),
         "numpy errors": np.geterr(),
     }
+    for name, value in os.environ.items():
+        if name != "PYTEST_CURRENT_TEST":
+            state[f"environment {name}"] = value
     for name in _LIMITS:
         state[name] = resource.getrlimit(getattr(resource, name))
     for name in _SIGNALS:
         state[name] = signal.getsignal(getattr(signal, name))
-    if (pyplot := sys.modules.get("matplotlib.pyplot")) is not None:
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is not None:
         state["open figures"] = tuple(pyplot.get_fignums())
-    if (matplotlib := sys.modules.get("matplotlib")) is not None:
-        state["matplotlib settings"] = dict(matplotlib.rcParams)
+        for name, value in pyplot.rcParams.items():
+            state[f"matplotlib {name}"] = value
     return state
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What differs between two states; a library that was loaded between them has no state before."""
-    return [f"{name}: {before[name]} -> {after[name]}" for name in before if before[name] != after[name]]
+    """What has changed or is gone. A library that a test loads first may add to the state: torch sets a variable."""
+    return [f"{name}: {value} -> {after.get(name)}" for name, value in before.items() if after.get(name) != value]
