@@ -84,7 +84,7 @@ def assert_executors_agree_on_a_small_program(seed: int) -> None:
 
 
 @given(seed=st.integers(0, 2**32))
-@examples(600)
+@examples(500)
 def test_small_programs(seed: int) -> None:
     """All operations in any order, in layers that repeat."""
     assert_executors_agree_on_a_small_program(seed)
@@ -93,7 +93,7 @@ def test_small_programs(seed: int) -> None:
 @pytest.mark.parametrize("topologies", NETWORKS.values(), ids=NETWORKS)
 @pytest.mark.parametrize("name", NAMES)
 @given(rng=draws())
-@examples(30)
+@examples(20)
 def test_every_executor_agrees_with_the_event_executor(name: str, topologies: tuple[str, ...], rng: Draws) -> None:
     """With even chunks, which are among the rows, some messages arrive exactly when a rank begins to wait."""
     strategy = get_strategy(name)

@@ -35,25 +35,25 @@ def trace(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("requests", "more"),
+    ("requests", "times", "more"),
     [
-        (SYNTHETIC, {"tpot": "20ms"}),
-        (SYNTHETIC, {"tpot": "12ms", "sure": True, "slo_ttft": "3s"}),
-        (DIURNAL, {"uniform_only": True, "pack_tokens": "2k"}),
-        ("trace", {"tpot": "20ms", "max_gpus": 6, "slo_ttft": "5s"}),
+        (SYNTHETIC, 3.0, {"tpot": "20ms"}),
+        (SYNTHETIC, 1.5, {"tpot": "12ms", "sure": True, "slo_ttft": "3s"}),
+        (DIURNAL, 2.0, {"uniform_only": True, "pack_tokens": "2k"}),
+        ("trace", 3.0, {"tpot": "20ms", "max_gpus": 6, "slo_ttft": "5s"}),
     ],
 )
 def test_growth_is_the_answer_to_the_same_question_with_more_requests(
-    tmp_path: Path, requests: str, more: dict[str, Any]
+    tmp_path: Path, requests: str, times: float, more: dict[str, Any]
 ) -> None:
     question = ON | SMALL | more | {"requests": trace(tmp_path / "trace.csv") if requests == "trace" else requests}
     plan = kvrsim.capacity(**question)
     assert [growth.times for growth in plan.growth] == [1.5, 2.0, 3.0]
-    for growth in plan.growth[::2]:
-        again = kvrsim.capacity(**question, rate_scale=growth.times)
-        assert growth.num_gpus == (None if again.answer is None else again.answer.total_gpus)
-        if again.answer is not None and again.answer.decode is not None:
-            assert growth.decode_gpus == again.answer.decode.num_gpus
+    (growth,) = (growth for growth in plan.growth if growth.times == times)
+    again = kvrsim.capacity(**question, rate_scale=times)
+    assert growth.num_gpus == (None if again.answer is None else again.answer.total_gpus)
+    if again.answer is not None and again.answer.decode is not None:
+        assert growth.decode_gpus == again.answer.decode.num_gpus
     content = json.loads(json.dumps(plan.to_dict()))
     assert content["growth"] == content["answer"]["growth"]
 
