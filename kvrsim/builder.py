@@ -9,7 +9,6 @@ from typing import cast
 
 from kvrsim.arguments import ScenarioArgs, ScenariosArgs, takes
 from kvrsim.choices import Topology
-from kvrsim.coverage import coverage_notes, expert_notes, placement_notes, precision_notes
 from kvrsim.engine import NO_ENGINE, SHORT_TOKENS, Engine, load_engine
 from kvrsim.errors import InputError
 from kvrsim.hardware import (
@@ -31,6 +30,7 @@ from kvrsim.kernels.profile import CalibrationProfile, load_profile, profile_of_
 from kvrsim.model.load import known_shape, load_model
 from kvrsim.model.spec import ModelSpec
 from kvrsim.notes import Note, note
+from kvrsim.rate_notes import expert_notes, missing_rate_notes, placement_notes, precision_notes
 from kvrsim.scenario import ROOFLINE, Request, Scenario
 from kvrsim.units import counts_up_to, scale
 
@@ -312,7 +312,7 @@ def _range_notes(scenario: Scenario, profile: CalibrationProfile) -> list[str]:
         for what, value, (low, high) in spans
         if not low <= value <= high
     ]
-    notes.extend(coverage_notes(model, profile, scenario.request.dtype_bytes))
+    notes.extend(missing_rate_notes(model, profile, scenario.request.dtype_bytes))
     notes.extend(_limit_notes(profile, scenario.kernel))
     if profile.gpu != scenario.cluster.gpu.name:
         notes.append(note("GPU", profile=profile.name, measured=profile.gpu, gpu=scenario.cluster.gpu.name))

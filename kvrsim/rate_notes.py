@@ -19,7 +19,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.units import format_bandwidth
 
 
-def coverage_notes(model: ModelSpec, profile: CalibrationProfile, element_bytes: int) -> Iterator[Note]:
+def missing_rate_notes(model: ModelSpec, profile: CalibrationProfile, element_bytes: int) -> Iterator[Note]:
     """Notes on the kinds of layers of the model for which the profile has no rates, a sentence per kind."""
     rates = profile.kernels
     name = profile.name
@@ -54,7 +54,7 @@ def expert_notes(scenario: Scenario) -> Iterator[Note]:
     if sparse and profile is not None and (rates := profile.kernels.experts) is not None:
         types = dict.fromkeys(layer.mlp[0].compute for layer in sparse)
         covered = [kind for kind in types if rates.covers(kind, 2)]
-        if covered:  # coverage_notes names experts without rates
+        if covered:  # missing_rate_notes names experts without rates
             fit = profile.operations.get("experts")
             error = "" if fit is None else f"; mean error {fit.cross_validated_mape:.0%} on models left out of the fit"
             yield note("experts", error=error)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import kvrsim
-from kvrsim.coverage import coverage_notes
 from kvrsim.errors import InputError
 from kvrsim.kernels.gemm import GEMM_TYPES, GemmRates, Product, Tile, sum_costs
 from kvrsim.kernels.profile import CalibrationProfile, load_profile
 from kvrsim.model.load import config_path
 from kvrsim.placement import PlacedScenario
+from kvrsim.rate_notes import missing_rate_notes
 from kvrsim.scenario import Scenario
 from kvrsim.units import scale
 
@@ -37,10 +37,10 @@ BARE = replace(FLASH, kernels=replace(FLASH.kernels, latent=None, sparse=None, e
 )
 def test_what_is_counted_is_said(model: str, missing: list[str]) -> None:
     spec = kvrsim.load_model(model)
-    notes = list(coverage_notes(spec, BARE, 2))
+    notes = list(missing_rate_notes(spec, BARE, 2))
     assert len(notes) == len(missing)
     assert all(f"profile h100-flash has no rates of {one}" in note for one, note in zip(missing, notes, strict=True))
-    assert model == "nemotron-h-56b" or not list(coverage_notes(spec, FLASH, 2))
+    assert model == "nemotron-h-56b" or not list(missing_rate_notes(spec, FLASH, 2))
 
 
 CHUNK = np.array([100.0, 2048.0])
