@@ -45,7 +45,9 @@ class Machine:
     @property
     def most_ranks(self) -> int:
         """Maximum number of ranks of a step: one per GPU, but at most 8; two on a CPU."""
-        return min(self.num_gpus, 8) if self.on_gpu else 2
+        if self.on_gpu:
+            return min(self.num_gpus, 8)
+        return 2
 
     @property
     def dtype(self) -> str:
@@ -53,9 +55,16 @@ class Machine:
         return "fp16" if self.on_gpu else "fp32"
 
     @property
+    def device(self) -> list[object]:
+        """The option of the device."""
+        return ["--device", "cuda" if self.on_gpu else "cpu"]
+
+    @property
     def words(self) -> list[object]:
         """Options of every command: the device, and the model."""
-        return ["--device", "cuda" if self.on_gpu else "cpu", "--model", "llama-7b" if self.on_gpu else TINY]
+        if self.on_gpu:
+            return [*self.device, "--model", "llama-7b"]
+        return [*self.device, "--model", TINY]
 
     @property
     def profile(self) -> Path:
@@ -74,7 +83,11 @@ class Finding:
     @property
     def status(self) -> str:
         """Status of the step: failed, skipped or passed."""
-        return "failed" if self.faults else "skipped" if self.skipped else "passed"
+        if self.faults:
+            return "failed"
+        if self.skipped:
+            return "skipped"
+        return "passed"
 
 
 def environment(machine: Machine) -> Finding:
@@ -85,7 +98,9 @@ def environment(machine: Machine) -> Finding:
         "--query-gpu=index,name,persistence_mode,pstate,clocks.sm,power.draw,power.limit,power.default_limit"
     )
     processes = _smi("--query-compute-apps=gpu_uuid,pid,used_memory")
-    faults = ["other processes use the GPUs"] if processes else []
+    faults = []
+    if processes:
+        faults.append("other processes use the GPUs")
     for row in settings:
         index, _, persistence, *_, limit, default = [cell.strip() for cell in row.split(",")]
         if persistence == "Disabled":
@@ -97,9 +112,11 @@ def environment(machine: Machine) -> Finding:
 
 def _smi(*words: str) -> list[str]:
     """Return the lines of nvidia-smi; none if the program is missing or fails."""
-    form = ["--format=csv,noheader"] if words[0].startswith("--") else []
+    command = ["nvidia-smi", *words]
+    if words[0].startswith("--"):
+        command.append("--format=csv,noheader")
     try:
-        done = subprocess.run(["nvidia-smi", *words, *form], capture_output=True, text=True, check=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return []
     return done.stdout.splitlines()
@@ -112,7 +129,8 @@ def links(machine: Machine) -> Finding:
     if machine.most_ranks < 2:
         return Finding(lines=["one GPU is here: messages need two"], skipped=True)
     output = machine.folder / "links.csv"
-    words: list[object] = ["--ranks", machine.most_ranks, *machine.words[:2], "--minutes", 0.1 if machine.quick else 1]
+    minutes = 0.1 if machine.quick else 1
+    words: list[object] = ["--ranks", machine.most_ranks, *machine.device, "--minutes", minutes]
     if machine.quick or not machine.on_gpu:
         words += ["--max-bytes", "1MiB"]
     kvrsim("calibrate", "links", "-o", output, *words, timeout_s=400)
@@ -127,36 +145,53 @@ def links(machine: Machine) -> Finding:
         f"{longest} bytes: {min(rates) / 1e9:.2f} to {max(rates) / 1e9:.2f} GB/s one way; {min(by_bytes)} bytes: "
         f"{1e6 * min(short_s):.0f} to {1e6 * max(short_s):.0f} us, over {rows[0].kernel}"
     )
-    differ = machine.on_gpu and max(rates) > 2 * min(rates)
-    return Finding(lines=[line], faults=["pairs differ more than twofold"] * differ)
+    finding = Finding(lines=[line])
+    if machine.on_gpu and max(rates) > 2 * min(rates):
+        finding.faults.append("pairs differ more than twofold")
+    return finding
 
 
 def logits(machine: Machine) -> Finding:
     """Compare logits of the paper's strategies, on two ranks and on all ranks, with those of one process."""
     finding = Finding()
-    tokens = 4096 if machine.on_gpu else 256
     for strategy in usual_names("paper"):
-        for gpus in (1,) if strategy == "single" else sorted({2, machine.most_ranks} - {1}):
-            words = ["--strategy", strategy, "--gpus", gpus, "--ctx", tokens, "--dtype", machine.dtype, "--check"]
-            words += ["--attention", "sdpa" if strategy == "tsp" else "flash", "--repeats", 1]
-            if strategy == "kvr-s":  # uneven chunks
-                chunks = [tokens // (gpus + 1)] * (gpus - 1)
-                words += ["--partition", ",".join(map(str, [tokens - sum(chunks), *chunks]))]
-            try:
-                answer = kvrsim("run", *words, *machine.words, timeout_s=300)
-            except CommandError as error:
-                finding.faults.append(f"{strategy} on {gpus}: {error}")
-                continue
-            share = answer["max_logit_error"] / answer["largest_logit"]
-            seconds = answer["measured_ttft_s"]
-            text = f"{strategy} on {gpus}: logits differ by {share:.1e} of the largest, TTFT {1e3 * seconds:.1f} ms"
-            (finding.lines if share <= LOGITS[machine.dtype] else finding.faults).append(text)
+        if strategy == "single":
+            _compare_logits(machine, strategy, 1, finding)
+            continue
+        for gpus in sorted({2, machine.most_ranks} - {1}):
+            _compare_logits(machine, strategy, gpus, finding)
     return finding
+
+
+def _compare_logits(machine: Machine, strategy: str, gpus: int, finding: Finding) -> None:
+    """Add the difference of a strategy's logits to a finding."""
+    tokens = 4096 if machine.on_gpu else 256
+    attention = "sdpa" if strategy == "tsp" else "flash"
+    words: list[object] = ["--strategy", strategy, "--gpus", gpus, "--ctx", tokens, "--dtype", machine.dtype, "--check"]
+    words += ["--attention", attention, "--repeats", 1]
+    if strategy == "kvr-s":  # uneven chunks
+        chunks = [tokens // (gpus + 1)] * (gpus - 1)
+        words += ["--partition", ",".join(map(str, [tokens - sum(chunks), *chunks]))]
+    try:
+        answer = kvrsim("run", *words, *machine.words, timeout_s=300)
+    except CommandError as error:
+        finding.faults.append(f"{strategy} on {gpus}: {error}")
+        return
+    share = answer["max_logit_error"] / answer["largest_logit"]
+    ttft_ms = 1e3 * answer["measured_ttft_s"]
+    text = f"{strategy} on {gpus}: logits differ by {share:.1e} of the largest, TTFT {ttft_ms:.1f} ms"
+    if share <= LOGITS[machine.dtype]:
+        finding.lines.append(text)
+    else:
+        finding.faults.append(text)
 
 
 def calibrate(machine: Machine) -> Finding:
     """Measure a profile of this machine."""
-    words: list[object] = ["--minutes", 0.3 if machine.quick else 10 if machine.on_gpu else 0.5]
+    minutes = 10.0 if machine.on_gpu else 0.5
+    if machine.quick:
+        minutes = 0.3
+    words: list[object] = ["--minutes", minutes]
     if not machine.on_gpu:
         words += ["--ctx", "1k", "--ranks", 2, "--attention", "sdpa"]
     try:
@@ -176,13 +211,18 @@ def confirm(machine: Machine) -> Finding:
     if not machine.profile.exists():
         return Finding(lines=["`calibrate` has left no profile"], skipped=True)
     finding = Finding()
-    for gpus in [count for count in (1, 2, 4, 8) if count <= machine.most_ranks]:
-        ctx = "256" if not machine.on_gpu else "16k" if gpus > 1 else "4k"
-        words = ["--gpus", gpus, "--profile", machine.profile, "--ctx", ctx, "--top", 1]
-        words += ["--repeats", 2 if machine.quick else 5]
+    repeats = 2 if machine.quick else 5
+    for gpus in (1, 2, 4, 8):
+        if gpus > machine.most_ranks:
+            break
+        ctx = "256"
+        if machine.on_gpu:
+            ctx = "4k" if gpus == 1 else "16k"
+        words = ["--gpus", gpus, "--profile", machine.profile, "--ctx", ctx, "--top", 1, "--repeats", repeats]
         answer = kvrsim("confirm", *words, *machine.words, timeout_s=900, accepted=(0, 1))
-        middle = median_high(abs(one["rel_error"]) for one in answer["candidates"])
-        texts = (f"{one['strategy']} {one['rel_error']:+.1%}" for one in answer["candidates"])
+        candidates = answer["candidates"]
+        middle = median_high(abs(candidate["rel_error"]) for candidate in candidates)
+        texts = [f"{candidate['strategy']} {candidate['rel_error']:+.1%}" for candidate in candidates]
         finding.lines.append(f"{gpus} GPUs: {', '.join(texts)}; median {middle:.1%}, regret {answer['regret']:+.1%}")
         if machine.on_gpu and middle > MOST_ERROR:
             finding.faults.append(f"{gpus} GPUs: median error {middle:.1%}")
@@ -195,9 +235,13 @@ def confirm(machine: Machine) -> Finding:
 
 def long_context(machine: Machine) -> Finding:
     """Run one prefill of the longest context on one device."""
-    ctx = "128k" if machine.on_gpu else "1k" if machine.quick else "4k"
-    words = ["--strategy", "single", "--gpus", 1, "--ctx", ctx, "--attention", "flash", "--repeats", 1]
-    words += [*machine.words[:2], "--model", "llama-3-8b" if machine.on_gpu else TINY, "--dtype", machine.dtype]
+    model: object = TINY
+    ctx = "1k" if machine.quick else "4k"
+    if machine.on_gpu:
+        model = "llama-3-8b"
+        ctx = "128k"
+    words: list[object] = ["--strategy", "single", "--gpus", 1, "--ctx", ctx, "--attention", "flash", "--repeats", 1]
+    words += [*machine.device, "--model", model, "--dtype", machine.dtype]
     answer = kvrsim("run", *words, "--timeout", "1200s", timeout_s=1500)
     return Finding(lines=[f"{ctx} tokens: first token after {answer['measured_ttft_s']:.2f} s"])
 
@@ -209,8 +253,11 @@ STEPS: dict[str, Callable[[Machine], Finding]] = {
 
 def lines_of(machine: Machine, done: Sequence[tuple[str, Finding, float]]) -> list[str]:
     """The report on the finished steps, with the seconds of each."""
-    lines = ["# Report", "", *([] if machine.on_gpu else [_NO_GPU, ""])]
-    lines += table(("step", "result", "time"), ((name, one.status, f"{seconds:.0f} s") for name, one, seconds in done))
+    lines = ["# Report", ""]
+    if not machine.on_gpu:
+        lines += [_NO_GPU, ""]
+    rows = [(name, finding.status, f"{seconds:.0f} s") for name, finding, seconds in done]
+    lines += table(("step", "result", "time"), rows)
     for name, finding, _ in done:
         text = "\n".join((*finding.faults, *finding.lines))
         lines += [f"## {name}", "", f"**{finding.status}**", "", "```text", text, "```", ""]
@@ -233,11 +280,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine.folder.mkdir(parents=True, exist_ok=True)
     report = machine.folder / "report.md"
     done = list[tuple[str, Finding, float]]()
-    for name in [name for name in STEPS if name in steps]:
+    for name, step in STEPS.items():
+        if name not in steps:
+            continue
         print(f"{name} ...", end=" ", file=sys.stderr, flush=True)
         start_s = time.monotonic()
         try:
-            finding = STEPS[name](machine)
+            finding = step(machine)
         except Exception as error:  # any error of a step is a result in the report
             finding = Finding(faults=[f"{type(error).__name__}: {' '.join(str(error).split())}"])
         done.append((name, finding, time.monotonic() - start_s))
@@ -245,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_page(report, lines_of(machine, done))
     failed = [name for name, finding, _ in done if finding.faults]
     print(f"{report}: {len(done)} steps, failed: {', '.join(failed) or 'none'}")
-    return 1 if failed else 0
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

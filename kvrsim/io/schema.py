@@ -81,7 +81,9 @@ def to_json(value: Any) -> Any:
 
 def fields_to_json(value: Any, *names: str) -> dict[str, Any]:
     """Fields of a dataclass as plain JSON values: all fields, or the named ones in their order."""
-    return {name: to_json(getattr(value, name)) for name in names or [field.name for field in fields(value)]}
+    if not names:
+        names = tuple(field.name for field in fields(value))
+    return {name: to_json(getattr(value, name)) for name in names}
 
 
 def to_frame(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
@@ -106,8 +108,14 @@ def scalars(row: Mapping[str, Any]) -> dict[str, Any]:
         elif name in _LARGEST:
             flat[name] = max(value, default=None)
         elif not any(isinstance(item, Mapping) for item in value):
-            flat[name] = ",".join("" if item is None else str(item) for item in value)
+            flat[name] = ",".join(map(_text_of, value))
     return flat
+
+
+def _text_of(value: object) -> str:
+    if value is None:
+        return ""
+    return str(value)
 
 
 def write_json(path: str | Path, value: Any, *, argument: str = "output") -> None:
@@ -177,7 +185,10 @@ class JsonObject:
 
     def first_of(self, *keys: str) -> str:
         """The first of several spellings of a key that is present, else the first."""
-        return next((key for key in keys if self.has(key)), keys[0])
+        for key in keys:
+            if self.has(key):
+                return key
+        return keys[0]
 
     def only(self, keys: Iterable[str]) -> None:
         """Refuse keys that are not among `keys`; keys that begin with _ are comments."""
@@ -205,19 +216,24 @@ class JsonObject:
 
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_TOKENS) -> int:
         """A whole number; without a default the key is required."""
-        required = _REQUIRED if default is None else default
-        return int(self.get(key, Annotated[int, Range(least=minimum, most=maximum)], required))
+        if default is not None and not self.has(key):
+            return default
+        return int(self.get(key, Annotated[int, Range(least=minimum, most=maximum)]))
 
     def number(self, key: str, *, allow_zero: bool = False, maximum: float = 1e30) -> float:
         """A finite positive number, required."""
-        limits = Range(least=0.0, most=maximum) if allow_zero else Range(above=0.0, most=maximum)
+        limits = Range(above=0.0, most=maximum)
+        if allow_zero:
+            limits = Range(least=0.0, most=maximum)
         return float(self.get(key, Annotated[float, limits]))
 
     def flag(self, key: str, default: bool) -> bool:
         return bool(self.get(key, bool, default))
 
     def text(self, key: str, default: str | None = None) -> str:
-        return str(self.get(key, str, _REQUIRED if default is None else default))
+        if default is not None and not self.has(key):
+            return default
+        return str(self.get(key, str))
 
     def sequence(self, key: str) -> list[Any]:
         """A JSON array; empty where the key is absent."""
@@ -225,7 +241,9 @@ class JsonObject:
 
     def numbers(self, key: str, *, allow_zero: bool = False) -> list[float]:
         """An array of finite positive numbers; empty where the key is absent."""
-        return list(self.get(key, tuple[NonNegative, ...] if allow_zero else tuple[float, ...], ()))
+        if allow_zero:
+            return list(self.get(key, tuple[NonNegative, ...], ()))
+        return list(self.get(key, tuple[float, ...], ()))
 
     def children(self, key: str) -> list[JsonObject]:
         """The objects of an array; empty where the key is absent."""
@@ -267,8 +285,10 @@ def named_object(
     except (OSError, ValueError):  # a path that is too long or forbidden
         is_file = False
     if not is_file:
-        kinds = ", ".join(filter(None, ("a JSON file", also)))
-        raise InputError(argument, name, f"{kinds}, or one of {', '.join(sorted(shipped))}")
+        accepted = "a JSON file"
+        if also:
+            accepted += f", {also}"
+        raise InputError(argument, name, f"{accepted}, or one of {', '.join(sorted(shipped))}")
     return JsonObject.read(source, argument)
 
 
@@ -306,11 +326,12 @@ def read(cls: type[T], data: JsonObject, **fixed_values: Any) -> T:
 def _fields(cls: type) -> dict[str, tuple[ValueKind, bool]]:
     """The kind of each field, and whether it must be given."""
     hints = get_type_hints(cls, include_extras=True)
-    return {
-        field.name: (kind_of(hints[field.name]), field.default is MISSING and field.default_factory is MISSING)
-        for field in fields(cls)
-        if field.init
-    }
+    kinds = {}
+    for field in fields(cls):
+        if field.init:
+            is_required = field.default is MISSING and field.default_factory is MISSING
+            kinds[field.name] = (kind_of(hints[field.name]), is_required)
+    return kinds
 
 
 @cache
@@ -332,12 +353,14 @@ class ValueKind(AnnotationParts):
     @cached_property
     def inner(self) -> list[ValueKind]:
         """Kinds of the items, or of a mapping's keys and values."""
-        return [kind_of(one) for one in self.args if one is not Ellipsis]
+        return [kind_of(item) for item in self.args if item is not Ellipsis]
 
     @property
     def accepted(self) -> str:
         """Accepted values in words, for messages."""
-        return self._description + (", or null" if self.optional else "")
+        if self.optional:
+            return f"{self._description}, or null"
+        return self._description
 
     @property
     def _description(self) -> str:
@@ -349,13 +372,25 @@ class ValueKind(AnnotationParts):
             return f"a whole number from {int(self.range.least or 0)} to {int(self.range.most or 0)}"
         if self.origin is Literal:
             *others, last = map(str, self.args)
-            return f"{', '.join(others)} or {last}" if others else last
+            if not others:
+                return last
+            return f"{', '.join(others)} or {last}"
         if self.origin in (tuple, list, Sequence):
-            item = self.inner[0]
-            count = f" of {len(self.args)}" if self.origin is tuple and self.args[-1] is not Ellipsis else ""
-            return f"an array{count}" if item.base is Any else f"an array{count}, each {item.accepted}"
-        names = {str: "a text", bool: "true or false", float: "a finite number", int: "a whole number"}
-        return names.get(self.base, "an object ({...})") + (str(self.range) if self.base is float else "")
+            return self._array_description
+        if self.base is float:
+            return f"a finite number{self.range}"
+        names = {str: "a text", bool: "true or false", int: "a whole number"}
+        return names.get(self.base, "an object ({...})")
+
+    @property
+    def _array_description(self) -> str:
+        text = "an array"
+        if self.origin is tuple and self.args[-1] is not Ellipsis:
+            text += f" of {len(self.args)}"
+        item = self.inner[0]
+        if item.base is not Any:
+            text += f", each {item.accepted}"
+        return text
 
     def read(self, value: Any, path: str, data: JsonObject) -> Any:
         """Return the checked value at a path of an object."""
@@ -412,25 +447,33 @@ class ValueKind(AnnotationParts):
         return number
 
     def _array(self, values: list[Any], path: str, data: JsonObject) -> tuple[Any, ...] | list[Any] | None:
-        many = self.origin is not tuple or self.args[-1] is Ellipsis
-        if not many and len(self.inner) != len(values):
+        kinds = self.inner
+        if self.origin is not tuple or self.args[-1] is Ellipsis:
+            first = self.inner[0]
+            if first.holds_all(values):
+                kinds = []
+            else:
+                kinds = [first] * len(values)
+        elif len(kinds) != len(values):
             return None
-        sequence = tuple if self.origin is tuple else list
-        first = self.inner[0]
-        if many and not first.checks and {type(value) for value in values} == {first.base}:  # fast check of long tables
-            limits = first.range
-            if limits is not None and all(map(_is_finite, values)) and all(map(limits.admits, values)):
-                return sequence(values)
-        kinds = [first] * len(values) if many else self.inner
-        items = enumerate(zip(kinds, values, strict=True))
-        return sequence(kind.read(value, f"{path}[{index}]", data) for index, (kind, value) in items)
+        items = list(values)
+        for index, kind in enumerate(kinds):
+            items[index] = kind.read(values[index], f"{path}[{index}]", data)
+        if self.origin is tuple:
+            return tuple(items)
+        return items
+
+    def holds_all(self, values: Sequence[Any]) -> bool:
+        """Whether all values are plainly numbers of this kind: a fast check of long tables."""
+        if self.range is None or self.checks or set(map(type, values)) != {self.base}:
+            return False
+        return all(map(_is_finite, values)) and all(map(self.range.admits, values))
 
     def _mapping(self, value: dict[str, Any], path: str, data: JsonObject) -> Any:
         child = data.inner(value, path)
-        if self.keys is not None:
-            child.only(self.keys)
         names = list(value)
         if self.keys is not None:
+            child.only(self.keys)
             names = [key for key in self.keys if child.has(key)]
         return {key: self.inner[1].read(value[key], key, child) for key in names}
 

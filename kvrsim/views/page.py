@@ -89,10 +89,10 @@ def write_page(page: Page, path: str | Path, *, argument: str = "plot") -> None:
 def render(page: Page) -> str:
     """Return the text of the whole file."""
     scripts = [asset(name) for name in ("base.js", *page.scripts)]
-    styles = [
-        asset("base.css") + rules(page.strategies),
-        *(asset(_STYLES[name]) for name in page.scripts if name in _STYLES),
-    ]
+    styles = [asset("base.css") + rules(page.strategies)]
+    for name in page.scripts:
+        if name in _STYLES:
+            styles.append(asset(_STYLES[name]))
     head = (
         tag("meta", charset="utf-8"),
         tag("meta", http_equiv="Content-Security-Policy", content=_policy(scripts, styles, live=page.live)),
@@ -102,11 +102,12 @@ def render(page: Page) -> str:
         tag("title", page.title),
         *(Html(f"<style>{style}</style>") for style in styles),
     )
+    source = _LIVE if page.live else _COMPLETE
     body = (
         tag("a", "Skip to the content", href="#content", class_="skip"),
         _header(page),
         tag("main", *(_section(section) for section in page.sections), *_notes(page), id="content"),
-        tag("footer", f"kvrsim {__version__}. {_LIVE if page.live else _COMPLETE}"),
+        tag("footer", f"kvrsim {__version__}. {source}"),
         tag("div", id="kv-tip", role="tooltip", hidden=True),
         tag("div", id="kv-said", class_="hidden", aria_live="polite"),
         Html(f'<script type="application/octet-stream" id="kv-data">{pack(page.data)}</script>'),
@@ -133,33 +134,47 @@ def asset(name: str) -> str:
 def _policy(scripts: Sequence[str], styles: Sequence[str], *, live: bool) -> str:
     """Content security policy: only these scripts and styles; no request, except by a live page to its own server."""
     parts = ["default-src 'none'", "base-uri 'none'", "form-action 'none'", "img-src data:"]
-    parts += ["connect-src 'self'", "frame-src 'self'"] if live else []
+    if live:
+        parts += ["connect-src 'self'", "frame-src 'self'"]
     return "; ".join((*parts, f"script-src {_hashes(scripts)}", f"style-src {_hashes(styles)}"))
 
 
 def _hashes(contents: Sequence[str]) -> str:
-    digests = (base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() for content in contents)
-    return " ".join(f"'sha256-{digest}'" for digest in digests)
+    hashes = []
+    for content in contents:
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        hashes.append(f"'sha256-{digest}'")
+    return " ".join(hashes)
 
 
 def _header(page: Page) -> Html:
-    facts = {**page.facts, "version": f"kvrsim {__version__}"}
-    links = (
-        tag("div", tag("dt", label), tag("dd", value), class_="long" if len(value) > _LONG else None)
-        for label, value in facts.items()
-        if value
-    )
-    code = () if page.command is None else (tag("p", tag("code", page.command, id="command"), class_="command"),)
     switch = tag("button", "Dark", id="kv-theme", type="button", class_="switch", aria_pressed="false")
-    answer = (tag("p", line, class_="answer") for line in page.answer.split("\n") if line)
-    question = tag("summary", " · ".join(filter(None, [*page.facts.values()][:_SHORT])) or "About this page")
-    folded = tag("details", question, tag("dl", *links, class_="facts"), *code, class_="question")
-    return tag("header", tag("div", tag("h1", page.title), switch, class_="top"), *answer, folded)
+    answer = [tag("p", line, class_="answer") for line in page.answer.split("\n") if line]
+    top = tag("div", tag("h1", page.title), switch, class_="top")
+    return tag("header", top, *answer, _folded_question(page))
+
+
+def _folded_question(page: Page) -> Html:
+    """The parts of the question; a click unfolds them."""
+    first = [value for value in list(page.facts.values())[:_SHORT] if value]
+    parts = [tag("summary", " · ".join(first) or "About this page")]
+    facts = {**page.facts, "version": f"kvrsim {__version__}"}
+    parts.append(tag("dl", *(_fact(label, value) for label, value in facts.items() if value), class_="facts"))
+    if page.command is not None:
+        parts.append(tag("p", tag("code", page.command, id="command"), class_="command"))
+    return tag("details", *parts, class_="question")
+
+
+def _fact(label: str, value: str) -> Html:
+    width = "long" if len(value) > _LONG else None
+    return tag("div", tag("dt", label), tag("dd", value), class_=width)
 
 
 def _section(section: Section) -> Html:
-    lead = (tag("p", section.lead, class_="lead"),) if section.lead else ()
-    return tag("section", tag("h2", section.title), *lead, section.body, id=section.ident)
+    parts = [tag("h2", section.title)]
+    if section.lead:
+        parts.append(tag("p", section.lead, class_="lead"))
+    return tag("section", *parts, section.body, id=section.ident)
 
 
 def _notes(page: Page) -> tuple[Html, ...]:
@@ -182,7 +197,9 @@ class Html(str):
 
 def text(content: str) -> Html:
     """Text as markup, escaped, with control characters spelled out."""
-    return content if isinstance(content, Html) else Html(escape(printable(content)))
+    if isinstance(content, Html):
+        return content
+    return Html(escape(printable(content)))
 
 
 def join(parts: Iterable[str]) -> Html:
@@ -205,7 +222,9 @@ def tag(name: str, /, *children: str, **attributes: str | int | float | bool | N
         elif value is not None and value is not False:
             parts.append(f'{written}="{text(str(value))}"')
     opening = f"<{' '.join(parts)}>"
-    return Html(opening if name in _EMPTY else f"{opening}{join(children)}</{name}>")
+    if name in _EMPTY:
+        return Html(opening)
+    return Html(f"{opening}{join(children)}</{name}>")
 
 
 def table(
@@ -221,16 +240,15 @@ def table(
 
     caption: content, for screen readers. ident: its id. row_names: data-name of each row, for scripts.
     """
-    heads = (
-        tag("th", column.label, scope="col", title=column.hint or None, class_=_class(column) or None)
-        for column in columns
-    )
+    heads = []
+    for column in columns:
+        heads.append(tag("th", column.label, scope="col", title=column.hint or None, class_=_class(column)))
     body = list(rows)
     names: Sequence[str | None] = row_names or [None] * len(body)
-    lines = (
-        tag("tr", *(_cell(column, cell) for column, cell in zip(columns, row, strict=True)), data_name=name)
-        for row, name in zip(body, names, strict=True)
-    )
+    lines = []
+    for row, name in zip(body, names, strict=True):
+        cells = [_cell(column, cell) for column, cell in zip(columns, row, strict=True)]
+        lines.append(tag("tr", *cells, data_name=name))
     whole = tag(
         "table",
         tag("caption", caption, class_="hidden"),
@@ -247,15 +265,22 @@ def items(lines: Iterable[str]) -> Html:
     return tag("ul", *(tag("li", line) for line in lines))
 
 
-def _class(column: Column) -> str:
-    return " ".join((["number"] if column.number else []) + (["second"] if column.rank > 1 else []))
+def _class(column: Column) -> str | None:
+    names = []
+    if column.number:
+        names.append("number")
+    if column.rank > 1:
+        names.append("second")
+    return " ".join(names) or None
 
 
 def _cell(column: Column, cell: str | Cell) -> Html:
-    names = _class(column) or None
-    if isinstance(cell, Cell):
-        return tag("td", cell.shown, class_=names, data_value="" if cell.value is None else cell.value)
-    return tag("td", cell, class_=names)
+    if not isinstance(cell, Cell):
+        return tag("td", cell, class_=_class(column))
+    value: float | str = ""
+    if cell.value is not None:
+        value = cell.value
+    return tag("td", cell.shown, class_=_class(column), data_value=value)
 
 
 # Values as text, and small bars
@@ -281,12 +306,17 @@ def in_words(value: object, name: str = "") -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {in_words(one)}" for key, one in value.items() if one is not None)
+        return ", ".join(f"{key} {in_words(item)}" for key, item in value.items() if item is not None)
     if isinstance(value, list | tuple):
         return ", ".join(map(in_words, value))
-    if name.endswith("_s") and isinstance(value, int | float):
-        return format_bandwidth(value) if name.endswith("_bytes_per_s") else format_seconds(value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, int | float):
+        if name.endswith("_bytes_per_s"):
+            return format_bandwidth(value)
+        if name.endswith("_s"):
+            return format_seconds(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
 
 
 def strategy_name(name: str, *, colour_of: str | None = None) -> Html:
@@ -312,16 +342,14 @@ def interval_bar(
     def place(number: float) -> float:
         return round(4 + (_BAR - 8) * (number - span[0]) / max(span[1] - span[0], 1e-300), 1)
 
-    lines = (
+    lines = [
         tag("line", x1=place(low), x2=place(high), y1=8, y2=8, stroke_width=2),
-        *(tag("line", x1=place(end), x2=place(end), y1=4, y2=12, stroke_width=1.5) for end in (low, high)),
+        tag("line", x1=place(low), x2=place(low), y1=4, y2=12, stroke_width=1.5),
+        tag("line", x1=place(high), x2=place(high), y1=4, y2=12, stroke_width=1.5),
         tag("circle", cx=place(value), cy=8, r=4, fill=f"var({colour})"),
-        *(
-            []
-            if measured is None
-            else [tag("line", x1=place(measured), x2=place(measured), y1=0, y2=16, class_="real")]
-        ),
-    )
+    ]
+    if measured is not None:
+        lines.append(tag("line", x1=place(measured), x2=place(measured), y1=0, y2=16, class_="real"))
     return tag("svg", *lines, class_="interval", width=_BAR, height=16, aria_hidden="true")
 
 
@@ -360,13 +388,15 @@ class Summary:
 
     def to_html(self) -> str:
         """Escaped and compact markup, the answer first; a long table shows only its first rows."""
-        first = self.rows[:_MOST_ROWS]
+        body = table(self.columns, self.rows[:_MOST_ROWS], caption=self.caption, sortable=False)
+        parts = [tag("p", tag("strong", self.answer)), tag("p", self.question), body]
+        notes = list(self.notes)
         rest = len(self.rows) - _MOST_ROWS
-        more = [f"{rest} more rows: to_frame() has all."] if rest > 0 else []
-        body = table(self.columns, first, caption=self.caption, sortable=False)
-        notes = items([*more, *self.notes])
-        parts: tuple[Html, ...] = (tag("p", tag("strong", self.answer)), tag("p", self.question), body)
-        return tag("div", *parts, *((notes,) if more or self.notes else ()))
+        if rest > 0:
+            notes.insert(0, f"{rest} more rows: to_frame() has all.")
+        if notes:
+            parts.append(items(notes))
+        return tag("div", *parts)
 
 
 # The question in one line
@@ -375,5 +405,7 @@ class Summary:
 def question_line(answer: Answer) -> str:
     """The question, in one line."""
     question = answer.question
-    request = f"{question.request()}{f', batch {question.batch}' * (question.batch > 1)}"
+    request = question.request()
+    if question.batch > 1:
+        request += f", batch {question.batch}"
     return " · ".join((question.model, request, answer.cluster.describe(), *question.kernels()))
