@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any
 
 import click
 
@@ -23,7 +22,7 @@ _NO_SUCH_COMMAND = re.compile(r"No such command '([^']*)'")
 _EXTRA_ARGUMENT = re.compile(r"unexpected extra argument.*\(([^()]*)\)$")
 
 
-def error_line(error: KvrsimError, command: Any) -> str:
+def error_line(error: KvrsimError, command: click.Command) -> str:
     """One line for an error; parameters that are options of `command` (Click's) are spelled as options.
 
     This includes an InputError that a rank has reported, which `faults` names. The line suggests a
@@ -32,8 +31,11 @@ def error_line(error: KvrsimError, command: Any) -> str:
     options = options_of(command)
 
     def option(match: re.Match[str]) -> str:
-        names = (f"--{one.replace('_', '-')}" for one in (match["name"], _SAME.get(match["name"], "")))
-        return next((one for one in names if one in options), match[0])
+        for name in (match["name"], _SAME.get(match["name"], "")):
+            spelling = f"--{name.replace('_', '-')}"
+            if spelling in options:
+                return spelling
+        return match[0]
 
     def first_name(text: str) -> str:
         return _FIRST_NAME.sub(option, text, count=1)
@@ -56,66 +58,100 @@ def error_line(error: KvrsimError, command: Any) -> str:
 def nearest(text: str, names: Iterable[str]) -> str | None:
     """The known word nearest to a misspelt one; None if no word is near or `text` is known."""
     words = list(names)
-    near = [word for word in words if len(text) > 2 and word.startswith(text.lower())]
-    near += get_close_matches(text.lower(), words, n=1, cutoff=0.7)
-    return near[0] if near and text not in words else None
+    if text in words:
+        return None
+    if len(text) > 2:
+        for word in words:
+            if word.startswith(text.lower()):
+                return word
+    near = get_close_matches(text.lower(), words, n=1, cutoff=0.7)
+    if not near:
+        return None
+    return near[0]
 
 
-def options_of(command: Any) -> list[str]:
+def options_of(command: click.Command) -> list[str]:
     """Names of the long options of a Click command."""
     return sorted(option for param in command.params for option in param.opts if option.startswith("--"))
 
 
-def command_of(arguments: Sequence[str], program: Any) -> Any:
+def command_of(arguments: Sequence[str], program: click.Command) -> click.Command:
     """The innermost command that the first arguments name."""
+    command = program
     for word in arguments:
-        if not hasattr(program, "get_command") or (inner := program.get_command(None, word)) is None:
+        if not isinstance(command, click.Group):
             break
-        program = inner
-    return program
+        inner = command.get_command(click.Context(command), word)
+        if inner is None:
+            break
+        command = inner
+    return command
 
 
-def usage_line(error: click.ClickException, command: Any) -> str:
+def usage_line(error: click.ClickException, command: click.Command) -> str:
     """Click's error about a command in kvrsim's form: argument, value, accepted values, suggestion."""
-    context: Any = getattr(error, "ctx", None)
+    context = getattr(error, "ctx", None)
+    if isinstance(error, click.NoSuchOption) and context is not None:
+        return _no_such_option(error.option_name, context)
+    if isinstance(error, click.MissingParameter) and error.param is not None:
+        return f"{_spelling(error.param)} is missing, accepted: {_accepted_values(error.param)}"
+    if isinstance(error, click.BadOptionUsage):
+        return _bad_value(error.option_name, command)
     message = error.format_message()
-    full = "" if context is None else context.command_path
-    match error:
-        case click.NoSuchOption() if context is not None:
-            options = [*options_of(context.command), "--help"]
-            if (size := _SIZE.fullmatch(error.option_name)) and "--strategies" in options:
-                return f"{error.option_name}: no such option of {full}, accepted: --strategies {size[1]}8 or tp4+pp2"
-            guess = nearest(error.option_name, options)
-            accepted = ", ".join(options) if guess is None else f"those of {full} --help"
-            return _with_hint(f"{error.option_name}: no such option of {full}, accepted: {accepted}", guess)
-        case click.MissingParameter() if error.param is not None:
-            return f"{_spelling(error.param)} is missing, accepted: {_accepted_values(error.param)}"
-        case click.BadOptionUsage():
-            option = next((param for param in command.params if error.option_name in param.opts), None)
-            if option is not None and option.is_flag:
-                return f"{error.option_name}: got a value, accepted: the option alone"
-            return f"{error.option_name}: its value is missing, accepted: {_accepted_values(option)}"
-    group: Any = getattr(context, "command", None)
-    if hasattr(group, "list_commands"):
-        commands = group.list_commands(context)
-        match = _NO_SUCH_COMMAND.search(message)
-        guess = nearest(match[1], commands) if match else None
-        accepted = ", ".join(commands) if guess is None else f"those of {full} --help"
-        problem = f": got '{match[1]}'" if match else " is missing"
-        return _with_hint(f"command of {full}{problem}, accepted: {accepted}", guess and f"{full} {guess}")
-    if extra := _EXTRA_ARGUMENT.search(message):
-        return f"arguments: got '{extra[1]}', accepted: none but the options of {full}"
-    return str(message)
+    if context is None:
+        return message
+    if isinstance(context.command, click.Group):
+        return _no_such_command(message, context, context.command)
+    extra = _EXTRA_ARGUMENT.search(message)
+    if extra is not None:
+        return f"arguments: got '{extra[1]}', accepted: none but the options of {context.command_path}"
+    return message
 
 
-def _with_hint(line: str, guess: str | None) -> str:
-    return line if guess is None else f"{line}; did you mean {guess}?"
+def _no_such_option(name: str, context: click.Context) -> str:
+    path = context.command_path
+    options = [*options_of(context.command), "--help"]
+    size = _SIZE.fullmatch(name)
+    if size is not None and "--strategies" in options:
+        return f"{name}: no such option of {path}, accepted: --strategies {size[1]}8 or tp4+pp2"
+    return _with_guess(f"{name}: no such option of {path}", path, options, nearest(name, options))
 
 
-def _spelling(param: Any) -> str:
-    return str(param.opts[0] if param.param_type_name == "option" else param.metavar or param.name)
+def _bad_value(name: str, command: click.Command) -> str:
+    for param in command.params:
+        if name not in param.opts:
+            continue
+        if isinstance(param, click.Option) and param.is_flag:
+            return f"{name}: got a value, accepted: the option alone"
+        return f"{name}: its value is missing, accepted: {_accepted_values(param)}"
+    return f"{name}: its value is missing, accepted: a value"
 
 
-def _accepted_values(param: Any) -> str:
-    text = (getattr(param, "about", None) or getattr(param, "help", None) or "").rstrip(".")
-    return f"{getattr(param, 'metavar', None) or 'a value'} ({text})" if text else "a value"
+def _no_such_command(message: str, context: click.Context, group: click.Group) -> str:
+    path = context.command_path
+    commands = group.list_commands(context)
+    wrong = _NO_SUCH_COMMAND.search(message)
+    if wrong is None:
+        return _with_guess(f"command of {path} is missing", path, commands, None)
+    guess = nearest(wrong[1], commands)
+    return _with_guess(f"command of {path}: got '{wrong[1]}'", path, commands, guess, before=f"{path} ")
+
+
+def _with_guess(problem: str, path: str, accepted: Sequence[str], guess: str | None, *, before: str = "") -> str:
+    """The line of an error: what is accepted, or the help that lists it and a suggestion, which follows `before`."""
+    if guess is None:
+        return f"{problem}, accepted: {', '.join(accepted)}"
+    return f"{problem}, accepted: those of {path} --help; did you mean {before}{guess}?"
+
+
+def _spelling(param: click.Parameter) -> str:
+    if isinstance(param, click.Option):
+        return param.opts[0]
+    return param.metavar or str(param.name)
+
+
+def _accepted_values(param: click.Parameter) -> str:
+    help_text = getattr(param, "about", None) or getattr(param, "help", None)
+    if not help_text:
+        return "a value"
+    return f"{param.metavar or 'a value'} ({help_text.rstrip('.')})"

@@ -9,18 +9,18 @@ on pairs of strategies, so the data has all pairs within a factor of two.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import TYPE_CHECKING, Any
 
 from kvrsim.errors import InputError
 from kvrsim.strategies import get_strategy
-from kvrsim.units import format_bandwidth, format_bytes, format_seconds, format_tokens
+from kvrsim.units import format_bandwidth, format_bytes, format_count, format_seconds, format_tokens
 from kvrsim.views.figure import Head, drawing
 from kvrsim.views.page import CHARTS, Html, Page, Section, Summary, facts_of, join, table, tag
 from kvrsim.views.style import DIM, INK, chart_style, strategy_colour, text_on
 from kvrsim.views.table import TIED, Table, Text, columns
-from planner.map.map import ALONE, MapPoint, StrategyMap, is_tied
+from planner.map.map import ALONE, MapPoint, Place, StrategyMap, is_tied
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,14 +41,14 @@ def figure(grid: StrategyMap) -> Figure:
     marks = "×: gain over one GPU, even if it is too small · ≈: others tie with it · empty: nothing fits in memory"
     head = Head(title=headline(grid), subtitle=f"{line} · {marks}", width=_WIDTH, entries=colours)
     # heights in inches
-    each = 0.34 * len(counts) + 0.2
+    panel = 0.34 * len(counts) + 0.2
     gap = 0.42
     below = 0.62
-    height = head.height + 0.35 + panels * each + (panels - 1) * gap + below
+    height = head.height + 0.35 + panels * panel + (panels - 1) * gap + below
     with chart_style():
         panes = drawing(_WIDTH, height)
         edges: dict[str, Any] = dict(left=0.07, right=0.985, top=1 - (head.height + 0.35) / height)
-        cells = panes.add_gridspec(panels, 1, hspace=gap / each, bottom=below / height, **edges)
+        cells = panes.add_gridspec(panels, 1, hspace=gap / panel, bottom=below / height, **edges)
         for row, bandwidth in enumerate(grid.bandwidths):
             axes = panes.add_subplot(cells[row, 0])
             _draw_panel(axes, grid, bandwidth, colours)
@@ -68,12 +68,15 @@ def _draw_panel(axes: Axes, grid: StrategyMap, bandwidth: float, colours: Mappin
     lengths = grid.lengths
     counts = grid.gpu_counts
     for x, y in product(range(len(lengths)), range(len(counts))):
-        if (winner := grid.winner(lengths[x], bandwidth, counts[y])) is None:
+        winner = grid.winner(lengths[x], bandwidth, counts[y])
+        if winner is None:
             continue
         colour = colours[winner.strategy]
         axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.2))
         if winner.pays and len(lengths) <= _MOST_GAINS:
-            text = f"{winner.speedup_over_single:.1f} ×{' ≈' if winner.ties else ''}"
+            text = f"{winner.speedup_over_single:.1f} ×"
+            if winner.ties:
+                text += " ≈"
             axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=9, color=text_on(colour))
     axes.set(xlim=(0, len(lengths)), ylim=(0, len(counts)), xticks=[])
     axes.set_yticks([index + 0.5 for index in range(len(counts))], list(map(str, counts)))
@@ -85,6 +88,7 @@ def _draw_panel(axes: Axes, grid: StrategyMap, bandwidth: float, colours: Mappin
 _FAR = 2.0  # TTFTs that differ by this factor are never ties
 _DIGITS = 4
 _MOST_ROWS = 300  # largest number of rows in a table
+_MOST_NAMES = 5  # largest number of strategies that the headline names
 
 
 def page(grid: StrategyMap) -> Page:
@@ -122,11 +126,19 @@ def headline(grid: StrategyMap) -> str:
         return "No strategy fits in memory in any of these places."
     if not any(winner.pays for winner in winners):
         return "More than one GPU is not faster in any of these places."
-    wins = Counter(winner.strategy if winner.pays else "one GPU" for winner in winners)
-    counts = [f"{name} in {count}" for name, count in wins.most_common()]
-    rest = len(winners) - sum(count for _, count in wins.most_common(5))
-    words = ", ".join(counts[:5]) + (f", others in {rest}" if rest else "")
-    return f"Fastest of {len(grid.strategies)} strategies in {len(winners)} place{'s' * (len(winners) > 1)}: {words}."
+    wins: Counter[str] = Counter()
+    for winner in winners:
+        if winner.pays:
+            wins[winner.strategy] += 1
+        else:
+            wins["one GPU"] += 1
+    named = wins.most_common(_MOST_NAMES)
+    texts = [f"{name} in {count}" for name, count in named]
+    rest = len(winners) - sum(count for _, count in named)
+    if rest:
+        texts.append(f"others in {rest}")
+    places = format_count(len(winners), "place")
+    return f"Fastest of {len(grid.strategies)} strategies in {places}: {', '.join(texts)}."
 
 
 def _facts(grid: StrategyMap) -> dict[str, str]:
@@ -143,30 +155,37 @@ def map_data(grid: StrategyMap) -> dict[str, Any]:
     names = grid.strategies
     contexts = grid.lengths
     counts = grid.gpu_counts
-    places = [grid.at(length, rate, count) for rate in grid.bandwidths for length in contexts for count in counts]
-
-    def column(name: str, value: str) -> list[float | None]:
-        return [_short(getattr(place[name], value)) if name in place else None for place in places]
-
+    places = [grid.at(length, rate, count) for rate, length, count in product(grid.bandwidths, contexts, counts)]
     return {
         "contexts": list(contexts),
         "gpus": list(counts),
         "bandwidths": list(grid.bandwidths),
-        "bandwidth_names": [format_bandwidth(one) for one in grid.bandwidths],
+        "bandwidth_names": list(map(format_bandwidth, grid.bandwidths)),
         "alone": names.index(ALONE),
-        "strategies": [
-            {
-                "name": name,
-                "title": _title(name),
-                "ttft_s": column(name, "ttft_s"),
-                "low_s": column(name, "ttft_low_s"),
-                "high_s": column(name, "ttft_high_s"),
-                "fits": [int(place[name].fits) if name in place else None for place in places],
-            }
-            for name in names
-        ],
-        "ties": [[[names.index(one), names.index(other)] for one, other in _ties(place.values())] for place in places],
+        "strategies": [_strategy_data(name, places) for name in names],
+        "ties": [_ties_data(place, names) for place in places],
     }
+
+
+def _strategy_data(name: str, places: Sequence[Place]) -> dict[str, Any]:
+    """A strategy's values by place; None where it does not run."""
+    data: dict[str, Any] = {"name": name, "title": _title(name), "ttft_s": [], "low_s": [], "high_s": [], "fits": []}
+    for place in places:
+        point = place.get(name)
+        if point is None:
+            for key in ("ttft_s", "low_s", "high_s", "fits"):
+                data[key].append(None)
+            continue
+        data["ttft_s"].append(_short(point.ttft_s))
+        data["low_s"].append(_short(point.ttft_low_s))
+        data["high_s"].append(_short(point.ttft_high_s))
+        data["fits"].append(int(point.fits))
+    return data
+
+
+def _ties_data(place: Place, names: Sequence[str]) -> list[list[int]]:
+    """The pairs of strategies in a place that predictions cannot distinguish, by their index."""
+    return [[names.index(faster), names.index(slower)] for faster, slower in _ties(place.values())]
 
 
 def _ties(points: Iterable[MapPoint]) -> Iterable[tuple[str, str]]:
@@ -189,20 +208,27 @@ def _short(value: float) -> float:
 
 
 def _tables(grid: StrategyMap) -> Html:
+    parts = []
     tables = {"The fastest": winners_table(grid), "Break-even contexts": break_even_table(grid)}
-    return join(table(one.columns, one.rows[:_MOST_ROWS], caption=name) for name, one in tables.items() if one.rows)
+    for name, rows in tables.items():
+        if rows.rows:
+            parts.append(table(rows.columns, rows.rows[:_MOST_ROWS], caption=name))
+    return join(parts)
 
 
 def winners_table(grid: StrategyMap) -> Table:
     """The table of winners by bandwidth, context and number of GPUs: strategy, TTFT and speedup over one GPU."""
     several = [count for count in grid.gpu_counts if count > 1]
     rows = columns("links", "context", "best", *(f"{count} GPUs" for count in several))
-    best = {(one.link_bandwidth_bytes_per_s, one.context_len): one for one in grid.best()}
+    best = {(winner.link_bandwidth_bytes_per_s, winner.context_len): winner for winner in grid.best()}
     for bandwidth, context_len in product(grid.bandwidths, grid.lengths):
         fastest = best.get((bandwidth, context_len))
-        on = "nothing fits" if fastest is None else "one GPU"
-        if fastest is not None and fastest.pays:
+        if fastest is None:
+            on = "nothing fits"
+        elif fastest.pays:
             on = f"{fastest.strategy} on {fastest.num_gpus}"
+        else:
+            on = "one GPU"
         cells = (_cell(grid, context_len, bandwidth, count) for count in several)
         rows.add_row(format_bandwidth(bandwidth), format_tokens(context_len), Text(on, style="bold"), *cells)
     return rows
@@ -214,12 +240,16 @@ def _cell(grid: StrategyMap, context_len: int, bandwidth: float, num_gpus: int) 
     if winner is None:
         points = grid.at(context_len, bandwidth, num_gpus).values()
         nearest = min(points, key=lambda point: point.peak_bytes, default=None)
+        if nearest is None:
+            return ""
         limit = format_bytes(grid.memory_limit.nbytes)
-        return "" if nearest is None else f"{nearest.strategy} needs {format_bytes(nearest.peak_bytes)} of {limit}"
+        return f"{nearest.strategy} needs {format_bytes(nearest.peak_bytes)} of {limit}"
     if not winner.pays:
         return f"no gain ({format_seconds(winner.ttft_s)})"
-    ties = f" {TIED}{len(winner.ties)}" if winner.ties else ""
-    return f"{winner.strategy} {format_seconds(winner.ttft_s)} {winner.speedup_over_single:.2f}×{ties}"
+    text = f"{winner.strategy} {format_seconds(winner.ttft_s)} {winner.speedup_over_single:.2f}×"
+    if winner.ties:
+        text += f" {TIED}{len(winner.ties)}"
+    return text
 
 
 def break_even_table(grid: StrategyMap) -> Table:
@@ -227,12 +257,15 @@ def break_even_table(grid: StrategyMap) -> Table:
     several = [count for count in grid.gpu_counts if count > 1]
     rows = columns("links", "faster from context", *(f"{count} GPUs" for count in several))
     cells: dict[tuple[float, str, str], dict[int, str]] = {}
-    for one in grid.break_evens():
-        length = f"beyond {format_tokens(one.up_to)}"
-        if one.context_len is not None:
-            exact = one.known == "interpolated"
-            length = f"{one.context_len} tokens" if exact else f"at most {format_tokens(one.context_len)}"
-        cells.setdefault((one.link_bandwidth_bytes_per_s, one.strategy, one.over), {})[one.num_gpus] = length
+    for change in grid.break_evens():
+        if change.context_len is None:
+            length = f"beyond {format_tokens(change.up_to)}"
+        elif change.known == "interpolated":
+            length = f"{change.context_len} tokens"
+        else:
+            length = f"at most {format_tokens(change.context_len)}"
+        row = (change.link_bandwidth_bytes_per_s, change.strategy, change.over)
+        cells.setdefault(row, {})[change.num_gpus] = length
     for (bandwidth, strategy, over), lengths in cells.items():
         rows.add_row(
             format_bandwidth(bandwidth), f"{strategy} than {over}", *(lengths.get(count, "") for count in several)

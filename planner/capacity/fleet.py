@@ -74,7 +74,9 @@ class FleetLimits:
 
     def cost(self, gpus_per_group: int) -> float:
         """Cost of one group in the objective: its GPUs or its price per hour."""
-        return gpus_per_group * (self.prices[gpus_per_group] if self.by_cost else 1.0)
+        if self.by_cost:
+            return gpus_per_group * self.prices[gpus_per_group]
+        return float(gpus_per_group)
 
     def cost_per_hour(self, fleet: Fleet) -> float | None:
         """The price of a fleet in USD per hour; None: unknown."""
@@ -151,10 +153,12 @@ class Service:
     def plain(cls, ttft_s: Array, hold_s: Array | None = None) -> Service:
         """Service times without overlap."""
         none = np.zeros(len(ttft_s), dtype=np.int64)
+        if hold_s is None:
+            hold_s = np.zeros(len(ttft_s))
         return cls(
             ttft_s=ttft_s,
             busy_s=ttft_s,
-            hold_s=np.zeros(len(ttft_s)) if hold_s is None else hold_s,
+            hold_s=hold_s,
             length_class=none,
             strategies=("single",),
             overlap=Overlap.whole(),
@@ -216,7 +220,9 @@ def run_pool(pool: GroupPool) -> PoolRun:
         else:
             begin, free_s = run(length_class, alone, begin, ranks[group])
             end = free_s[-1]
-            ranks[group] = free_s = [end + hold] * num_ranks if hold else free_s
+            if hold:
+                free_s = [end + hold] * num_ranks
+            ranks[group] = free_s
             heapreplace(free, (free_s[0], group))
         begins.append(begin)
         ends.append(end)
@@ -250,8 +256,11 @@ def _run_equal(pool: GroupPool) -> PoolRun:
     period_s = alone_s * service.overlap.periods[length_class]
     first_s = alone_s * service.overlap.finish[length_class][0]
     start_s = _starts_s(pool.arrival_s, period_s)
+    begin_s = start_s
+    if not service.overlap.holds:
+        begin_s = _starts_s(pool.arrival_s, first_s)
     return PoolRun(
-        begin_s=start_s if service.overlap.holds else _starts_s(pool.arrival_s, first_s),
+        begin_s=begin_s,
         end_s=start_s + alone_s,
         group=np.zeros(len(pool.arrival_s), dtype=np.int64),
         busy_s=float(service.busy_s.sum()),
@@ -279,7 +288,7 @@ def _run_packed(pool: GroupPool, packing: Packing) -> PoolRun:
     begun: list[PartialPrompt | None] = [None] * pool.replicas
     idle = [(-_NEVER, group) for group in range(pool.replicas)]
     busy: list[tuple[float, int]] = []  # (time when the first stage is free, group) of each busy group
-    arrivals = [*pool.arrival_s.tolist(), _NEVER]
+    arrivals: list[float] = [*pool.arrival_s.tolist(), _NEVER]
     queue = deque[int]()
     arrived = 0
     total_s = 0.0
@@ -299,7 +308,13 @@ def _run_packed(pool: GroupPool, packing: Packing) -> PoolRun:
             free_s[group] = [free[-1] + hold_s] * len(free)
         heappush(busy, (free_s[group][0], group))
 
-    while (now := max(now, min(arrivals[arrived], busy[0][0] if busy else _NEVER))) < _NEVER:
+    def next_event() -> float:
+        """The time of the next arrival, or at which the first stage of a group is free."""
+        if not busy:
+            return max(now, arrivals[arrived])
+        return max(now, min(arrivals[arrived], busy[0][0]))
+
+    while (now := next_event()) < _NEVER:
         while arrivals[arrived] <= now:
             queue.append(arrived)
             arrived += 1
@@ -361,6 +376,7 @@ def run_fleet(
             arrival_s = workload.arrival_s[mine]
             service = services[group.type].select(mine)
             run = serve(GroupPool(arrival_s=arrival_s, service=service, replicas=group.replicas))
-            ttft_s[mine], begin_s[mine] = run.end_s - arrival_s, run.begin_s
+            ttft_s[mine] = run.end_s - arrival_s
+            begin_s[mine] = run.begin_s
             busy_gpu_s += run.busy_s * group.type.gpus
     return FleetRun(workload=workload, ttft_s=ttft_s, begin_s=begin_s, pool=pool_of, busy_gpu_s=busy_gpu_s)

@@ -23,6 +23,7 @@ import numpy as np
 from kvrsim.errors import InputError
 from kvrsim.execution import Execution
 from kvrsim.memory import fits, memory_of
+from kvrsim.placement import PlacedScenario
 from kvrsim.program import Array, Collective, Compute, Op
 from kvrsim.scenario import Partition
 from kvrsim.strategies import STRATEGIES, Step, Strategy
@@ -87,7 +88,9 @@ class PackingRule:
             pieces.append(piece)
             room -= tokens
             in_memory += piece.context
-            begun = None if piece.is_last else PartialPrompt(prompt, done + tokens)
+            begun = None
+            if not piece.is_last:
+                begun = PartialPrompt(prompt, done + tokens)
         return pieces, begun
 
     def _context(self, prompt: int) -> int:
@@ -110,18 +113,10 @@ class Packing:
     """
 
     def __init__(self, execution: Execution, budget: int, longest: int) -> None:
-        if execution.placed.prefix_placement.place != "all":
-            raise InputError("prefix_placement", execution.placed.prefix_placement.place, "all with `pack_tokens`")
-        if execution.placed.engine is not None and execution.placed.engine.decode_step:
-            accepted = "with `pack_tokens`, an engine whose TTFT holds no decode step"
-            raise InputError("engine", execution.placed.engine.name, accepted)
+        _check_packs(execution)
         kinds = execution.placed.share.layer_kind_index
         cluster = execution.cluster
-        layers = (
-            stages(execution.strategy, len(kinds), cluster.num_gpus)
-            if execution.strategy.pipeline
-            else (range(len(kinds)),)
-        )
+        layers = _layers_of_stages(execution)
         self.strategy = execution.strategy.name
         self.budget = budget
         self.num_stages = len(layers)
@@ -135,8 +130,11 @@ class Packing:
 
         def layer(prefix: float) -> list[list[Op]]:
             """Operations of each kind of layer after a prefix."""
-            steps = (Step(one, (tokens,), (np.full_like(tokens, prefix),)) for one in costs)
-            return [list(layer_ops(execution.strategy, step, 0)) for step in steps]
+            operations = []
+            for kind_costs in costs:
+                step = Step(kind_costs, (tokens,), (np.full_like(tokens, prefix),))
+                operations.append(list(layer_ops(execution.strategy, step, 0)))
+            return operations
 
         def device_s(ops: Iterable[Op]) -> Array:
             return sum(map(_device_s, ops), 0 * tokens)
@@ -145,33 +143,35 @@ class Packing:
         first = embedding(execution.placed, tokens, cost)
         plain = layer(0.0)
         per_kind = [device_s(op for op in ops if not _is_per_piece(op)) for ops in plain]
-        # self.layers[stage][kind of layer]: number of layers
-        self.layers = [np.bincount([kinds[one] for one in rows], minlength=len(costs)).tolist() for rows in layers]
-        without_attention = [
-            device_s((*before, *(first if stage == 0 else ())))
-            + sum(count * seconds for count, seconds in zip(counts, per_kind, strict=True))
-            for stage, counts in enumerate(self.layers)
-        ]
+        self.layers: list[list[int]] = []  # number of layers: [stage][kind of layer]
+        without_attention = []
+        begin: Sequence[Op] = (*before, *first)  # the embedding is on the first stage
+        for numbers in layers:
+            counts = np.bincount([kinds[number] for number in numbers], minlength=len(costs)).tolist()
+            seconds = device_s(begin)
+            for count, kind_s in zip(counts, per_kind, strict=True):
+                seconds = seconds + count * kind_s
+            self.layers.append(counts)
+            without_attention.append(seconds)
+            begin = before
         self.device_s = [_with_zero(row) for row in without_attention]  # seconds without attention: [stage][tokens]
         # Least device time of a token without attention, mean over the stages.
         self.least_token_s = float((np.mean(without_attention, axis=0) / tokens).min())
         self.prefixes = _tabulated_prefixes(longest)
-        behind = [
-            [_with_zero(device_s(filter(_is_per_piece, ops))) for ops in layer(float(prefix))]
-            for prefix in self.prefixes
-        ]
+        behind = []
+        for prefix in self.prefixes:
+            behind.append([_with_zero(device_s(filter(_is_per_piece, ops))) for ops in layer(float(prefix))])
         self.attention_s = list(zip(*behind, strict=True))  # seconds of attention: [kind of layer][prefix][tokens]
-        issue_s = sum(map(_host_s, before)) + 2 * (self.num_stages > 1) * execution.placed.host.message_s
+        issue_s = sum(map(_host_s, before))
+        if self.num_stages > 1:  # the host issues a receive and a send
+            issue_s += 2 * execution.placed.host.message_s
         layer_s = [sum(map(_host_s, ops)) for ops in plain]
         self.host_s = [issue_s + _total(counts, layer_s) for counts in self.layers]  # seconds to issue a step, by stage
         paths = [cluster.path(stage, stage + 1) for stage in range(self.num_stages - 1)]
         nbytes = costs[0].activation_bytes(tokens)
         self.hop_s = [*(_with_zero(path.busy_s(nbytes)) for path in paths), [0.0] * (budget + 1)]
         self.latency_s = [*(path.latency_s for path in paths), 0.0]
-        one = np.ones(1)
-        heads = (last(execution.placed, one, one, cost, prompts=number) for number in range(1, _MOST_HEADS + 1))
-        # Seconds of the logits, by number of prompts that end in the step.
-        self.head_s = [0.0, *(sum(_device_s(op).item() for op in ops) for ops in heads)]
+        self.head_s = _head_s(execution.placed)
 
     def run(self, free_s: list[float], begin_s: float, pieces: Sequence[Piece]) -> float:
         """Run a step through all stages. `free_s`, the time at which each stage is free, is updated.
@@ -187,14 +187,16 @@ class Packing:
         busy_s = 0.0
         for stage, layers in enumerate(self.layers):
             issued_s = max(free_s[stage], begin_s) + waits_s
-            begin = issued_s if issued_s > there_s else there_s
+            begin = max(issued_s, there_s)
             end = begin + self.device_s[stage][tokens] + _total(layers, attention_s)
             end = max(end, issued_s + self.host_s[stage])
             if stage == self.num_stages - 1:
                 end += self.head_s[min(sum(piece.is_last for piece in pieces), _MOST_HEADS)]
             hop_s = self.hop_s[stage][tokens]
             there_s = end + hop_s + self.latency_s[stage]
-            free_s[stage] = end + hop_s if self.holds else end
+            free_s[stage] = end
+            if self.holds:
+                free_s[stage] += hop_s
             busy_s += end - begin
         return busy_s / self.num_stages
 
@@ -211,8 +213,8 @@ class Packing:
         """Approximate least time for which a prompt keeps a group busy (mean over the stages)."""
         tokens = min(new_tokens, self.budget)
         spot = self._spot(tokens, cached_prefix + (new_tokens - tokens) // 2)  # the middle piece of the prompt
-        each_s = [_at(table, spot) for table in self.attention_s]
-        attention_s = sum(_total(layers, each_s) for layers in self.layers) / self.num_stages
+        layer_s = [_at(table, spot) for table in self.attention_s]
+        attention_s = sum(_total(layers, layer_s) for layers in self.layers) / self.num_stages
         return new_tokens * (self.least_token_s + attention_s / tokens)
 
     def _spot(self, tokens: int, prefix: int) -> tuple[int, int, float]:
@@ -221,12 +223,42 @@ class Packing:
         return tokens, low, (prefix - self.prefixes[low]) / (self.prefixes[low + 1] - self.prefixes[low])
 
 
+def _layers_of_stages(execution: Execution) -> Sequence[Sequence[int]]:
+    """The numbers of the layers of each stage; without a pipeline, one stage has all."""
+    num_layers = len(execution.placed.share.layer_kind_index)
+    if execution.strategy.pipeline is None:
+        return (range(num_layers),)
+    return stages(execution.strategy, num_layers, execution.cluster.num_gpus)
+
+
+def _check_packs(execution: Execution) -> None:
+    placement = execution.placed.prefix_placement.place
+    if placement != "all":
+        raise InputError("prefix_placement", placement, "all with `pack_tokens`")
+    engine = execution.placed.engine
+    if engine is not None and engine.decode_step:
+        accepted = "with `pack_tokens`, an engine whose TTFT holds no decode step"
+        raise InputError("engine", engine.name, accepted)
+
+
+def _head_s(placed: PlacedScenario) -> list[float]:
+    """Seconds of the logits, by number of prompts that end in the step."""
+    head_s = [0.0]
+    token = np.ones(1)
+    for number in range(1, _MOST_HEADS + 1):
+        head = last(placed, token, token, placed.cost, prompts=number)
+        head_s.append(sum(_device_s(op).item() for op in head))
+    return head_s
+
+
 def _most_tokens_in_memory(execution: Execution, budget: int, most: int) -> int:
     """Most tokens, up to `most`, whose K and V fit with the weights and activations of a step; 0 if none.
 
     The memory is that of a single prompt with all these tokens, in pieces of a step.
     """
-    in_pieces = execution if execution.strategy.pipeline is not None else execution.by(STRATEGIES["pp"])
+    in_pieces = execution
+    if execution.strategy.pipeline is None:
+        in_pieces = execution.by(STRATEGIES["pp"])
 
     def is_within(tokens: int) -> bool:
         whole, rest = divmod(tokens, budget)
@@ -241,12 +273,14 @@ def _most_tokens_in_memory(execution: Execution, budget: int, most: int) -> int:
 def _at(table: Sequence[Sequence[float]], spot: tuple[int, int, float]) -> float:
     tokens, low, weight = spot
     below = table[low][tokens]
-    return below + weight * (table[low + 1][tokens] - below) if weight else below
+    if not weight:
+        return below
+    return below + weight * (table[low + 1][tokens] - below)
 
 
 def _total(counts: Sequence[int], seconds: Sequence[float]) -> float:
     """Seconds of all layers of a stage, from the seconds of one layer of each kind."""
-    return sum(count * each for count, each in zip(counts, seconds, strict=True))
+    return sum(count * layer_s for count, layer_s in zip(counts, seconds, strict=True))
 
 
 def _with_zero(row: Array) -> list[float]:
@@ -268,8 +302,10 @@ def _is_per_piece(op: Op) -> bool:
 
 def _device_s(op: Op) -> Array:
     """Seconds for which an operation keeps its rank's stream busy."""
-    assert isinstance(op, Compute | Collective)
-    return op.device_s if isinstance(op, Compute) else op.seconds
+    if isinstance(op, Compute):
+        return op.device_s
+    assert isinstance(op, Collective)
+    return op.seconds
 
 
 def _host_s(op: Op) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvrsim.errors import InputError
@@ -120,7 +120,8 @@ class StrategyMap(Answer):
 
     def winners(self) -> list[Winner]:
         """Winners of all places in which a strategy fits."""
-        return [winner for place in self._places.values() if (winner := self._winner(place)) is not None]
+        winners = map(self._winner, self._places.values())
+        return [winner for winner in winners if winner is not None]
 
     def winner(self, context_len: int, bandwidth: float, num_gpus: int) -> Winner | None:
         """The winner in one place; None if nothing fits."""
@@ -128,15 +129,22 @@ class StrategyMap(Answer):
 
     def nearest(self) -> list[MapPoint]:
         """The strategy that needs the least memory, for each place where nothing fits."""
-        places = (place.values() for place in self._places.values())
-        unfit = (place for place in places if not any(point.fits for point in place))
-        return [min(place, key=lambda point: point.peak_bytes) for place in unfit]
+        nearest = []
+        for place in self._places.values():
+            points = place.values()
+            if not any(point.fits for point in points):
+                nearest.append(min(points, key=lambda point: point.peak_bytes))
+        return nearest
 
     def best(self) -> list[Winner]:
         """A winner per context and bandwidth: the one with the fewest GPUs that may be the fastest."""
         best = []
         for _, places in groupby(self._places.items(), key=lambda item: item[0][:2]):
-            here = [(place[winner.strategy], winner) for _, place in places if (winner := self._winner(place))]
+            here: list[tuple[MapPoint, Winner]] = []  # by number of GPUs, the fewest first
+            for _, place in places:
+                winner = self._winner(place)
+                if winner is not None:
+                    here.append((place[winner.strategy], winner))
             if here:
                 least, _ = min(here, key=lambda pair: pair[0].ttft_s)
                 best.append(next(winner for point, winner in here if is_tied(least, point)))
@@ -144,21 +152,29 @@ class StrategyMap(Answer):
 
     def _winning(self, place: Place) -> list[MapPoint]:
         """The fastest strategy in a place, then all that may be as fast; one GPU comes first if it is among them."""
-        if not (usable := [point for point in place.values() if point.fits]):
+        usable = [point for point in place.values() if point.fits]
+        if not usable:
             return []
         fastest = min(usable, key=lambda point: point.ttft_s)
         near = [point for point in usable if is_tied(fastest, point)]
-        winner = place[ALONE] if place[ALONE] in near else fastest
+        winner = fastest
+        if place[ALONE] in near:
+            winner = place[ALONE]
         return [winner, *(point for point in near if point is not winner)]
 
     def _winner(self, place: Place) -> Winner | None:
-        if not (winning := self._winning(place)):
+        winning = self._winning(place)
+        if not winning:
             return None
-        (best, *near), alone = winning, place[ALONE]
+        best, *near = winning
+        alone = place[ALONE]
+        num_gpus = 1
+        if best is not alone:
+            num_gpus = best.num_gpus
         return Winner(
             context_len=best.context_len,
             link_bandwidth_bytes_per_s=best.link_bandwidth_bytes_per_s,
-            num_gpus=best.num_gpus if best is not alone else 1,
+            num_gpus=num_gpus,
             strategy=best.strategy,
             ttft_s=best.ttft_s,
             speedup_over_single=alone.ttft_s / best.ttft_s,
@@ -175,15 +191,24 @@ class StrategyMap(Answer):
         for (bandwidth, _, num_gpus), place in self._places.items():
             rows.setdefault((bandwidth, num_gpus), []).append(place)
         for (_, num_gpus), places in sorted(rows.items(), key=lambda row: row[0]):
-            if num_gpus > 1:
-                fastest = [min(place.values(), key=lambda point: point.ttft_s).strategy for place in places]
-                over_single = [(ALONE, name) for name in self.strategies if name != ALONE]
-                over_others = [pair for pair in dict.fromkeys(pairwise(fastest)) if ALONE != pair[0] != pair[1]]
-                for over, name in (*over_single, *over_others):
-                    both_run = all({over, name} <= set(place) for place in places)
-                    both_fit = [place for place in places if both_run and place[over].fits and place[name].fits]
-                    if both_fit:
-                        yield _break_even(both_fit, name, over)
+            if num_gpus == 1:
+                continue
+            for over, name in self._compared_pairs(places):
+                if not all({over, name} <= set(place) for place in places):
+                    continue
+                both_fit = [place for place in places if place[over].fits and place[name].fits]
+                if both_fit:
+                    yield _break_even(both_fit, name, over)
+
+    def _compared_pairs(self, places: Sequence[Place]) -> Iterator[tuple[str, str]]:
+        """One GPU with each strategy; then the fastest strategies of neighbouring contexts, where they differ."""
+        for name in self.strategies:
+            if name != ALONE:
+                yield ALONE, name
+        fastest = [min(place.values(), key=lambda point: point.ttft_s).strategy for place in places]
+        for shorter, longer in dict.fromkeys(pairwise(fastest)):
+            if shorter not in (ALONE, longer):
+                yield shorter, longer
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -207,7 +232,10 @@ def _break_even(places: Sequence[Place], name: str, over: str) -> BreakEven:
     """The longest context at which two TTFTs cross."""
     first = places[0][name]
     gains = [math.log(place[over].ttft_s / place[name].ttft_s) for place in places]
-    last = max((index for index, gain in enumerate(gains) if gain <= 0), default=-1)  # where the strategy is behind
+    last = -1  # the last place where the strategy is behind
+    for index, gain in enumerate(gains):
+        if gain <= 0:
+            last = index
     context_len: int | None
     basis: Known
     if last == -1:
@@ -218,7 +246,8 @@ def _break_even(places: Sequence[Place], name: str, over: str) -> BreakEven:
         basis = "beyond the last length"
     else:
         share = gains[last] / (gains[last] - gains[last + 1])
-        low, high = (math.log(place[name].context_len) for place in places[last : last + 2])
+        low = math.log(places[last][name].context_len)
+        high = math.log(places[last + 1][name].context_len)
         context_len = round(math.exp(low + share * (high - low)))
         basis = "interpolated"
     return BreakEven(
@@ -257,22 +286,22 @@ def make_map(
     check_places("ctx", lengths, gpu_counts, bandwidths or (None,))
     clusters = [scenario.cluster]
     if bandwidths is not None:
-        clusters = [scenario.cluster.with_link(bandwidth_bytes_per_s=one) for one in bandwidths]
-    requests = [replace(scenario.request, context_len=context_len) for context_len in lengths]
-    sizes = [replace(cluster, num_gpus=num_gpus) for cluster in clusters for num_gpus in gpu_counts]
-    scenarios = [replace(scenario, cluster=cluster, request=request) for cluster in sizes for request in requests]
-    points: list[MapPoint] = []
-    places = [place for place in scenarios if place.num_gpus <= place.request.new_tokens]
-    if not places:
-        shortest = min(request.new_tokens for request in requests)
+        clusters = [scenario.cluster.with_link(bandwidth_bytes_per_s=bandwidth) for bandwidth in bandwidths]
+    work: list[tuple[Scenario, Sequence[str | Strategy] | None]] = []
+    refused: dict[str, None] = {}  # notes, each once
+    for cluster, num_gpus, length in product(clusters, gpu_counts, lengths):
+        request = replace(scenario.request, context_len=length)
+        if num_gpus <= request.new_tokens:
+            place = replace(scenario, cluster=replace(cluster, num_gpus=num_gpus), request=request)
+            work.append((place, strategies))
+        else:
+            refused[note("map, tokens", tokens=request.new_tokens, num_gpus=num_gpus)] = None
+    if not work:
+        shortest = replace(scenario.request, context_len=min(lengths)).new_tokens
         raise InputError("gpus", min(gpu_counts), f"at most one GPU per token, here {shortest}")
-    refused: dict[str, None] = {
-        note("map, tokens", tokens=place.request.new_tokens, num_gpus=place.num_gpus): None
-        for place in scenarios
-        if place.num_gpus > place.request.new_tokens
-    }
-    results = (pool or Pool()).run_in_order(_at_place, [(place, strategies) for place in places], "points", on_progress)
-    for here, reasons in results:
+    points: list[MapPoint] = []
+    pool = pool or Pool()
+    for here, reasons in pool.run_in_order(_at_place, work, "points", on_progress):
         points.extend(here)
         refused |= dict.fromkeys(reasons)
     grid = StrategyMap(
@@ -295,9 +324,9 @@ def make_map(
 
 def _not_launched(scenario: Scenario, grid: StrategyMap) -> list[str]:
     """Names of the best strategies that the scenario's engine does not launch."""
-    engine = None if scenario.engine is None else scenario.engine.launched_as
-    if engine is None:
+    if scenario.engine is None or scenario.engine.launched_as is None:
         return []
+    engine = scenario.engine.launched_as
     names = dict.fromkeys(winner.strategy for winner in grid.best() if winner.pays)
     return [name for name in names if not _launches(engine, name)]
 
@@ -320,8 +349,8 @@ def _at_place(place: Scenario, strategies: Sequence[str | Strategy] | None) -> t
         except InputError as error:
             if error.parameter != "strategies":
                 raise
-            about = {"strategy": strategy.name, "num_gpus": place.num_gpus}
-            refused.append(note("map, refused", **about, accepted=error.accepted))
+            reason = note("map, refused", strategy=strategy.name, num_gpus=place.num_gpus, accepted=error.accepted)
+            refused.append(reason)
     return points, refused
 
 
@@ -329,10 +358,17 @@ def _strategies_at(place: Scenario, strategies: Sequence[str | Strategy] | None)
     """One GPU, and the strategies that are compared with it."""
     if strategies is None:
         usual = usual_names("maps")
-        hybrids = [one for one in all_for(place)[0] if one.group_size != 1 and one.name.partition("+")[2] in usual]
+        hybrids = []
+        for strategy in all_for(place)[0]:
+            _, _, between_groups = strategy.name.partition("+")
+            if strategy.group_size != 1 and between_groups in usual:
+                hybrids.append(strategy)
         return distinct((ALONE, *usual, *hybrids))
-    everything = all_for(place)[0] if "all" in strategies else ()
-    strategies_here = distinct((ALONE, *everything, *(one for one in strategies if one != "all")))
+    names: list[str | Strategy] = [ALONE]
+    if "all" in strategies:
+        names += all_for(place)[0]
+    names += [name for name in strategies if name != "all"]
+    strategies_here = distinct(names)
     for strategy in strategies_here:
         if strategy.partition_rule == "table":
             raise InputError("strategies", strategy.name, "strategies that need no table")
@@ -340,16 +376,16 @@ def _strategies_at(place: Scenario, strategies: Sequence[str | Strategy] | None)
 
 
 def _point(place: Scenario, strategy: Strategy) -> MapPoint:
-    one = quick_candidate(place, strategy)
+    candidate = quick_candidate(place, strategy)
     return MapPoint(
         context_len=place.request.context_len,
         link_bandwidth_bytes_per_s=place.cluster.link.bandwidth_bytes_per_s,
         num_gpus=place.cluster.num_gpus,
-        strategy=one.strategy.name,
-        peak_bytes=max(rank.total for rank in one.memory),
-        ttft_s=one.ttft_s,
-        ttft_low_s=one.interval.low_s,
-        ttft_high_s=one.interval.high_s,
-        fits=one.fits,
-        sensitivities=one.sensitivities,
+        strategy=candidate.strategy.name,
+        peak_bytes=max(rank.total for rank in candidate.memory),
+        ttft_s=candidate.ttft_s,
+        ttft_low_s=candidate.interval.low_s,
+        ttft_high_s=candidate.interval.high_s,
+        fits=candidate.fits,
+        sensitivities=candidate.sensitivities,
     )

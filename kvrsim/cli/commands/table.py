@@ -10,8 +10,8 @@ from kvrsim.cli.options import OUTPUT, BuildArgs, Json, OutputArgs, WritablePath
 from kvrsim.cli.output import print_answer, print_result, warn, warn_notes
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Facts, Part, facts, headline, note_rows, round_up_percent
-from kvrsim.units import format_seconds, format_tokens
-from kvrsim.views.table import Text, columns, format_partition, narrowing
+from kvrsim.units import format_count, format_seconds, format_tokens
+from kvrsim.views.table import Text, columns, fits_text, format_partition, narrowing
 
 if TYPE_CHECKING:
     from planner.table.table import PartitionTable, TableLookup
@@ -81,7 +81,8 @@ def lookup(
     from planner.table.table import load_table
 
     result = best_lookup(load_table(file, "TABLE"), gpus, ctx)
-    warn_notes(result.warnings if json else ())
+    if json:
+        warn_notes(result.warnings)
     print_result(to_json(result), lookup_facts(result), json=json)
 
 
@@ -104,14 +105,14 @@ def lookup_facts(result: TableLookup) -> Facts:
     between = " and ".join(map(format_tokens, result.between))
     sources = {"exact": "an entry of the table", "interpolated": f"interpolated between {between}"}
     source = sources.get(result.source, f"extrapolated from the shares of {between}")
-    refined = ", then refined by simulations" * result.is_refined
-    gpus = f"{result.num_gpus} GPU{'s' * (result.num_gpus != 1)}"
+    if result.is_refined:
+        source += ", then refined by simulations"
     return facts(
         ("partition:", headline(", ".join(map(str, result.partition)))),
         ("shares:", " ".join(f"{share:.3f}" for share in result.fractions)),
-        ("from:", source + refined),
+        ("from:", source),
         *note_rows(result.warnings),
-        ("question:", f"{format_tokens(result.context_len)} tokens on {gpus}"),
+        ("question:", f"{format_tokens(result.context_len)} tokens on {format_count(result.num_gpus, 'GPU')}"),
     )
 
 
@@ -119,6 +120,9 @@ def table_screen(table: PartitionTable) -> list[Part]:
     """The table's scenario, and one row per entry."""
     rows = columns(">GPUs", ">context", "partition", ">TTFT", ">vs TSP", ">vs even", ">gap", "fits")
     for entry in table.entries:
+        gap = ""
+        if entry.gap is not None:
+            gap = f"{round_up_percent(entry.gap)} %"
         rows.add_row(
             str(entry.num_gpus),
             format_tokens(entry.context_len),
@@ -126,26 +130,28 @@ def table_screen(table: PartitionTable) -> list[Part]:
             format_seconds(entry.ttft_s),
             f"{entry.speedup_over_tsp:.2f}×",
             f"{entry.speedup_over_even:.2f}×",
-            "" if entry.gap is None else f"{round_up_percent(entry.gap)} %",
-            "yes" if entry.fits else Text("NO", style="red"),
+            gap,
+            fits_text(entry.fits),
         )
-    gap = "at most how much slower than the best partition of KV-Runahead (from a proven lower bound)"
-    notes = facts(
-        ("gap:", gap if any(entry.gap is not None for entry in table.entries) else None),
-        ("built by:", f"kvrsim {table.kvrsim_version}; times are simulated"),
-    )
+    meaning = None
+    if any(entry.gap is not None for entry in table.entries):
+        meaning = "at most how much slower than the best partition of KV-Runahead (from a proven lower bound)"
+    notes = facts(("gap:", meaning), ("built by:", f"kvrsim {table.kvrsim_version}; times are simulated"))
     args = Text(" · ".join(f"{name} {fact}" for name, fact in table.setting.facts().items()), style="dim")
     return [summary_of(table), "", args, "", narrowing(rows, "vs even", "gap", "partition"), "", notes]
 
 
 def summary_of(table: PartitionTable) -> Facts:
     """Summary of the table, and whether all entries fit."""
-    lengths = [one.context_len for one in table.entries]
+    lengths = [entry.context_len for entry in table.entries]
     contexts = " to ".join(dict.fromkeys(map(format_tokens, (min(lengths), max(lengths)))))
-    count = f"{len(lengths)} partition{'s' * (len(lengths) != 1)}"
+    partitions = format_count(len(lengths), "partition")
     gpus = ", ".join(map(str, table.gpu_counts))
-    unfit = sum(not one.fits for one in table.entries)
+    memory = "all of them fit"
+    unfit = sum(not entry.fits for entry in table.entries)
+    if unfit:
+        memory = f"{unfit} of them do not fit"
     return facts(
-        ("table:", headline(f"{count} of {table.setting.strategy}: {contexts} tokens on {gpus} GPUs")),
-        ("memory:", f"{unfit} of them do not fit" if unfit else "all of them fit"),
+        ("table:", headline(f"{partitions} of {table.setting.strategy}: {contexts} tokens on {gpus} GPUs")),
+        ("memory:", memory),
     )
