@@ -29,9 +29,8 @@ from kvrsim.program import Array
 
 PROMISED_TOKENS = 128  # minimum number of tokens of a chunk for which the profile states its error
 KINDS = (*ELEMENTWISE, "copy")  # copies are measured as cache_append
-_LIKE = {
-    "copy": "residual"
-}  # a kind without measurements takes the rate of this kind, which has the same access pattern
+# A kind without measurements takes the rate of this kind, which has the same access pattern.
+_LIKE = {"copy": "residual"}
 _ENOUGH = 3  # minimum number of rows of a kind for a fit of its rate
 _CPU_CACHES = 20.0  # upper bound of rates as a multiple of the memory's rate: a CPU's caches may hold the last output
 _GATHERS = 2  # all-gathers of one layer: K and V
@@ -51,22 +50,26 @@ def fit_elementwise(
     hbm = gpu.hbm_bytes_per_s
     nbytes = column(rows, "bytes")
     kinds = np.array([KINDS.index(_kind(row)) for row in rows])
-    tokens = np.array([row.chunk if row.tokens is None else row.tokens for row in rows], dtype=float)
-    starts = np.array([(kernels or {}).get(kind, 1) for kind in KINDS], dtype=float)[kinds]
-    measured = [kind for index, kind in enumerate(KINDS) if (kinds == index).sum() >= _ENOUGH]
-    high = hbm if has_waves(gpu) else _CPU_CACHES * hbm
+    tokens = column(rows, "tokens")
+    tokens = np.where(np.isnan(tokens), column(rows, "chunk"), tokens)
+    kernels = kernels or {}
+    starts = np.array([kernels.get(kind, 1) for kind in KINDS], dtype=float)[kinds]
+    high = hbm
+    if not has_waves(gpu):
+        high = _CPU_CACHES * hbm
+    parameters = [Parameter(name="start_s", start=2e-6, low=0.0, high=1e-4)]
+    for index, kind in enumerate(KINDS):
+        if (kinds == index).sum() >= _ENOUGH:
+            parameters.append(Parameter(name=kind, start=0.5 * hbm, low=1e-4 * hbm, high=high))
 
-    def seconds(values: Constants, some: Some) -> Array:
+    def seconds(values: Constants, indices: Some) -> Array:
         rates = np.array([values.get(kind, hbm) for kind in KINDS])
-        return np.asarray(starts[some] * values["start_s"] + nbytes[some] / rates[kinds[some]])
+        return np.asarray(starts[indices] * values["start_s"] + nbytes[indices] / rates[kinds[indices]])
 
     fit: Fit[Constants] = Fit(
         label="",
         measured_s=column(rows, "expected_s"),
-        parameters=[
-            Parameter(name="start_s", start=2e-6, low=0.0, high=1e-4),
-            *(Parameter(name=kind, start=0.5 * hbm, low=1e-4 * hbm, high=high) for kind in measured),
-        ],
+        parameters=parameters,
         make=dict,
         seconds=seconds,
         weighted=True,
@@ -94,7 +97,9 @@ def usable_elementwise(rows: Sequence[Measurement], dtypes: Sequence[str]) -> li
 
 
 def _kind(row: Measurement) -> str:
-    return "copy" if row.operation == "cache_append" else row.operation
+    if row.operation == "cache_append":
+        return "copy"
+    return row.operation
 
 
 def fit_host(
@@ -115,7 +120,9 @@ def fit_host(
         log_sd=to_digits(max(float(np.std(np.log(seconds))), _LEAST_LOG_SD)),
         seen={},
     )
-    message_s = float(np.median(column(messages, "expected_s"))) if messages else 0.0
+    message_s = 0.0
+    if messages:
+        message_s = float(np.median(column(messages, "expected_s")))
     piece_s = 2 * message_s
     if gathers:
         piece_s = _GATHERS * float(np.median(column(gathers, "median_s") / column(gathers, "ranks")))
@@ -139,8 +146,10 @@ def fit_pending_share(rows: Sequence[Measurement]) -> float:
 
     alone = {shape(row): row.expected_s for row in rows if row.operation == "layer_alone"}
     pending = [row for row in rows if row.operation == "layer_pending" and shape(row) in alone]
+    if not pending:
+        return 0.0
     lost = [1.0 - alone[shape(row)] / row.expected_s for row in pending]
-    return to_digits(float(np.clip(np.median(lost), 0.0, 0.9))) if lost else 0.0
+    return to_digits(float(np.clip(np.median(lost), 0.0, 0.9)))
 
 
 def fit_prepare(rows: Sequence[Measurement]) -> tuple[float, float]:
@@ -159,8 +168,8 @@ def fit_prepare(rows: Sequence[Measurement]) -> tuple[float, float]:
         Parameter(name="mask_element_s", start=longest_s / float(elements.max()), low=0.0, high=1.0),
     )
 
-    def predict(values: Constants, some: Some) -> Array:
-        return np.asarray(values["step_s"] + elements[some] * values["mask_element_s"] + 1e-12)
+    def predict(values: Constants, indices: Some) -> Array:
+        return np.asarray(values["step_s"] + elements[indices] * values["mask_element_s"] + 1e-12)
 
     solved = solve(parameters, predict, seconds)
     return solved["step_s"], solved["mask_element_s"]

@@ -22,13 +22,13 @@ from calibrate.fit.fit import (
     span_of,
     to_digits,
 )
-from calibrate.fit.gemm import burst_seconds, peak_of
+from calibrate.fit.gemm import HALF_BYTES, burst_seconds, peak_of
 from calibrate.importers.aiconfigurator import HALF, ExpertRows, read_experts
 from kvrsim.errors import InputError
 from kvrsim.hardware import GpuSpec, load_gpu
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.experts import ExpertRates, GroupedRates
-from kvrsim.kernels.gemm import GEMM_TYPES
+from kvrsim.kernels.gemm import GEMM_TYPES, Width
 from kvrsim.kernels.profile import CalibrationProfile
 
 _NOISE = 0.15  # see _NOISE in calibrate.fit.gemm
@@ -42,11 +42,13 @@ _SEEN = ("tokens", "hidden_size", "intermediate_size", "num_experts", "num_exper
 def fit_experts_section(recipe: JsonObject, profile: CalibrationProfile) -> FitResult[ExpertRates]:
     """Fit the tables and types listed in a recipe's "sources"; compare with the tables listed in "compare"."""
     recipe.only(("sources", "compare"))
-    tables = []
+    tables: list[ExpertRows] = []
     for part in recipe.children("sources"):
         part.only(("source", "types"))
-        tables += read_experts(part.text("source"), [str(one) for one in part.sequence("types")], recipe.where)
-    others = [rows for text in recipe.sequence("compare") for rows in read_experts(str(text), None, recipe.where)]
+        tables += read_experts(part.text("source"), list(map(str, part.sequence("types"))), recipe.where)
+    others: list[ExpertRows] = []
+    for source in recipe.sequence("compare"):
+        others += read_experts(str(source), None, recipe.where)
     return fit_experts(tables, profile, others)
 
 
@@ -62,18 +64,21 @@ def fit_experts(
         raise InputError("types", ", ".join(names), f"each type once, {HALF} among them")
     gpu = load_gpu(profile.gpu)
     data = [_of_one_gpu(rows, profile) for rows in tables]
-    fits = [_fit(rows, gpu) for rows in data]
+    rates: dict[str, GroupedRates] = {}
+    fitted = []
     held_out = []
-    for rows, fit in zip(data, fits, strict=True):
-        by_model = len(set(rows.shapes)) >= _FEW_MODELS
-        what = "models" if by_model else "shares of experts"
-        labels = rows.shapes if by_model else list(zip(rows.shapes, rows.tp_size.tolist(), strict=True))
-        held_out.append(fit.left_out(what, labels))
-    rates = {rows.kind: fit.rates for rows, fit in zip(data, fits, strict=True)}
+    for rows in data:
+        fit = _fit(rows, gpu)
+        rates[rows.kind] = fit.rates
+        fitted.append(fit.own)
+        if len(set(rows.shapes)) >= _FEW_MODELS:
+            held_out.append(fit.left_out("models", rows.shapes))
+        else:
+            held_out.append(fit.left_out("shares of experts", zip(rows.shapes, rows.tp_size.tolist(), strict=True)))
     return FitResult(
-        rates=ExpertRates(half=rates.pop(HALF), types={kind: rates[kind] for kind in GEMM_TYPES if kind in rates}),
+        rates=ExpertRates(half=rates[HALF], types={kind: rates[kind] for kind in GEMM_TYPES if kind in rates}),
         source="; ".join(sorted({rows.source for rows in data})),
-        own=FitComparison.join("as shipped", [fit.own for fit in fits]),
+        own=FitComparison.join("as shipped", fitted),
         cross_validated=FitComparison.join("models left out", held_out),
         systematic_log_sd=_systematic_log_sd(data, [_of_one_gpu(rows, profile) for rows in others]),
         seen={name: span_of([getattr(rows, name) for rows in data]) for name in _SEEN},
@@ -84,19 +89,24 @@ def _of_one_gpu(rows: ExpertRows, profile: CalibrationProfile) -> ExpertRows:
     """Rows without expert parallelism, with seconds at the profile's burst clock; thinned evenly by time."""
     alone = rows.take(rows.ep_size == 1)
     order = np.argsort(alone.seconds, kind="stable")
-    some = alone.take(order[:: max(1, -(-len(order) // _MOST_ROWS))])
-    burst_s = burst_seconds(some.seconds, some.warmups, some.repeats, profile.kernels.clock)
-    return replace(some, seconds=burst_s)
+    thinned = alone.take(order[:: max(1, -(-len(order) // _MOST_ROWS))])
+    burst_s = burst_seconds(thinned.seconds, thinned.warmups, thinned.repeats, profile.kernels.clock)
+    return replace(thinned, seconds=burst_s)
 
 
 def _fit(rows: ExpertRows, gpu: GpuSpec) -> Fit[GroupedRates]:
     hbm = gpu.hbm_bytes_per_s
-    peak = peak_of(gpu, None if rows.kind == HALF else rows.kind)
-    width = 2 if rows.kind == HALF else GEMM_TYPES[rows.kind]
+    if rows.kind == HALF:
+        peak = peak_of(gpu, None)
+        width: Width = HALF_BYTES
+    else:
+        peak = peak_of(gpu, rows.kind)
+        width = GEMM_TYPES[rows.kind]
 
     def rates(values: Constants) -> GroupedRates:
-        constants = {name: value for name, value in values.items() if name != "share"}
-        return GroupedRates(flops_per_s=to_digits(values["share"] * peak), **constants)
+        constants = dict(values)
+        share = constants.pop("share")
+        return GroupedRates(flops_per_s=to_digits(share * peak), **constants)
 
     return Fit(
         label=rows.kind,
@@ -110,7 +120,7 @@ def _fit(rows: ExpertRows, gpu: GpuSpec) -> Fit[GroupedRates]:
             Parameter(name="start_s", start=3e-5, low=1e-6, high=3e-4),
         ),
         make=rates,
-        seconds=lambda one, some: one.seconds(rows.take(some).call(), 1, width),
+        seconds=lambda rates, indices: rates.seconds(rows.take(indices).call(), 1, width),
         weighted=True,
         starts=_STARTS,
         noise=_NOISE,
@@ -124,13 +134,18 @@ def _systematic_log_sd(data: Sequence[ExpertRows], others: Sequence[ExpertRows])
     Only rows of at least _LONG tokens count. The result is the median over types, because an engine may be slow at one
     of the types.
     """
-    of_types = []
+    log_sds = []
     for rows in data:
-        same = [other for other in others if other.kind == rows.kind and other.source != rows.source]
-        medians = [median for other in same for median in log_ratio(_by_call(rows), _by_call(other))]
-        of_types.append(root_mean_square(medians))
-    log_sds = [one for one in of_types if one is not None]
-    return to_digits(float(np.median(log_sds))) if log_sds else None
+        medians: list[float] = []
+        for other in others:
+            if other.kind == rows.kind and other.source != rows.source:
+                medians += log_ratio(_by_call(rows), _by_call(other))
+        log_sd = root_mean_square(medians)
+        if log_sd is not None:
+            log_sds.append(log_sd)
+    if not log_sds:
+        return None
+    return to_digits(float(np.median(log_sds)))
 
 
 def _by_call(rows: ExpertRows) -> dict[Hashable, float]:

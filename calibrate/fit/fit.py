@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from kvrsim.hardware import GpuSpec
 from kvrsim.kernels.profile import Gather, OperationFit
 from kvrsim.program import Array
 from kvrsim.scenario import dtype_bytes
+
+if TYPE_CHECKING:
+    from scipy.optimize import OptimizeResult
 
 Rates = TypeVar("Rates")
 Constants = Mapping[str, float]  # values of constants by name
@@ -45,11 +48,17 @@ class Parameter:
 
     def encode(self, value: float) -> float:
         """Convert to the scale of the solver."""
-        return math.log(value) if self.low > 0 else value / self.start
+        if self.low > 0:
+            return math.log(value)
+        return value / self.start
 
     def decode(self, value: float) -> float:
         """Convert from the scale of the solver and clip to the bounds."""
-        return min(max(math.exp(value) if self.low > 0 else value * self.start, self.low), self.high)
+        if self.low > 0:
+            decoded = math.exp(value)
+        else:
+            decoded = value * self.start
+        return min(max(decoded, self.low), self.high)
 
 
 def solve(
@@ -69,17 +78,20 @@ def solve(
     """
     from scipy.optimize import least_squares
 
-    low, first, high = (
-        np.array([one.encode(getattr(one, end)) for one in parameters]) for end in ("low", "start", "high")
-    )
-    margin = 1e-6 * (high - low)
+    low = np.array([parameter.encode(parameter.low) for parameter in parameters])
+    first = np.array([parameter.encode(parameter.start) for parameter in parameters])
+    high = np.array([parameter.encode(parameter.high) for parameter in parameters])
+    margin = 1e-6 * (high - low)  # starts are inside the bounds
     log_measured = np.log(measured_s)
 
     def named(values: Array) -> dict[str, float]:
-        return {one.name: one.decode(value) for one, value in zip(parameters, values.tolist(), strict=True)}
+        pairs = zip(parameters, values.tolist(), strict=True)
+        return {parameter.name: parameter.decode(value) for parameter, value in pairs}
 
-    def minimum(start: Array, rows: Some, max_steps: int) -> Any:
-        scale = 1.0 if weights is None else np.sqrt(weights[rows] / np.mean(weights))
+    def minimum(start: Array, rows: Some, max_steps: int) -> OptimizeResult:
+        scale: Array | float = 1.0
+        if weights is not None:
+            scale = np.sqrt(weights[rows] / np.mean(weights))
         return least_squares(
             lambda values: scale * (np.log(predict(named(values), rows)) - log_measured[rows]),
             np.clip(start, low + margin, high - margin),
@@ -91,8 +103,9 @@ def solve(
         )
 
     def best(starting: Sequence[Array], rows: Some, max_steps: int, count: int) -> list[Array]:
-        results = [minimum(start, rows, max_steps) for start in starting]
-        return [np.asarray(one.x) for one in sorted(results, key=lambda one: float(one.cost))[:count]]
+        minima = [minimum(start, rows, max_steps) for start in starting]
+        minima.sort(key=lambda result: float(result.cost))
+        return [np.asarray(result.x) for result in minima[:count]]
 
     starting = [first]
     if starts > 1:
@@ -102,7 +115,7 @@ def solve(
         starting = best([first, *others], rows, _TRIAL_STEPS, _BEST_STARTS)
     [values] = best(starting, np.arange(len(measured_s)), _MAX_STEPS, 1)
     results = named(values)
-    return {one.name: min(to_digits(results[one.name]), one.high) for one in parameters}
+    return {parameter.name: min(to_digits(results[parameter.name]), parameter.high) for parameter in parameters}
 
 
 def cross_validated_s(labels: Iterable[Hashable], predict: Callable[[Some, Some], Array], count: int = _FOLDS) -> Array:
@@ -111,14 +124,14 @@ def cross_validated_s(labels: Iterable[Hashable], predict: Callable[[Some, Some]
     `predict(train, test)` gets indices of rows and returns seconds for `test`. Labels are assigned to `count` folds
     with a fixed seed.
     """
-    every = list(labels)
-    names = sorted(set(every), key=repr)
-    fold = dict(zip(names, np.random.default_rng(_SEED).permutation(len(names)) % count, strict=True))
-    folds = np.array([fold[label] for label in every])
-    seconds = np.empty(len(every))
-    for one in np.unique(folds):
-        test = np.flatnonzero(folds == one)
-        seconds[test] = predict(np.flatnonzero(folds != one), test)
+    labels = list(labels)
+    names = sorted(set(labels), key=repr)
+    fold_of = dict(zip(names, np.random.default_rng(_SEED).permutation(len(names)) % count, strict=True))
+    folds = np.array([fold_of[label] for label in labels])
+    seconds = np.empty(len(folds))
+    for fold in np.unique(folds):
+        test = np.flatnonzero(folds == fold)
+        seconds[test] = predict(np.flatnonzero(folds != fold), test)
     return seconds
 
 
@@ -126,7 +139,7 @@ def cross_validated_s(labels: Iterable[Hashable], predict: Callable[[Some, Some]
 class Fit(Generic[Rates]):
     """Rates from measured rows, and predictions of rows that a fit has not used.
 
-    `seconds(rates, some)` predicts some of the rows, which are given by index.
+    `seconds(rates, rows)` predicts some of the rows, which are given by index.
     """
 
     label: str  # first words of the lines of a report
@@ -153,21 +166,27 @@ class Fit(Generic[Rates]):
         """Rates of the fit to all rows."""
         return self.make(self.constants)
 
-    def rates_of(self, some: Some) -> Rates:
+    def rates_of(self, rows: Some) -> Rates:
         """Rates fitted to some of the rows."""
-        return self.make(self.constants_of(some, self.measured_s[some], warm=self.warm))
+        return self.make(self.constants_of(rows, self.measured_s[rows], warm=self.warm))
 
-    def constants_of(self, some: Some, seconds: Array, *, warm: bool = False) -> dict[str, float]:
-        """Constants fitted to given seconds of some of the rows."""
-        parameters = self.parameters
+    def constants_of(self, rows: Some, seconds: Array, *, warm: bool = False) -> dict[str, float]:
+        """Constants fitted to given seconds of some of the rows; warm: start from the constants of all rows."""
+        parameters = list(self.parameters)
+        starts = self.starts
         if warm:
-            parameters = [replace(one, start=self.constants[one.name] or one.start) for one in parameters]
+            starts = 1
+            for index, parameter in enumerate(parameters):
+                parameters[index] = replace(parameter, start=self.constants[parameter.name] or parameter.start)
+        weights = None
+        if self.weighted:
+            weights = np.sqrt(seconds)
         return solve(
             parameters,
-            lambda values, inside: self.seconds(self.make(values), some[inside]),
+            lambda values, inside: self.seconds(self.make(values), rows[inside]),
             seconds,
-            weights=np.sqrt(seconds) if self.weighted else None,
-            starts=1 if warm else self.starts,
+            weights=weights,
+            starts=starts,
             noise=self.noise,
         )
 
@@ -211,8 +230,8 @@ class FitComparison:
         """The rows of all parts."""
         return cls(
             label=label,
-            measured_s=np.concatenate([one.measured_s for one in parts]),
-            predicted_s=np.concatenate([one.predicted_s for one in parts]),
+            measured_s=np.concatenate([part.measured_s for part in parts]),
+            predicted_s=np.concatenate([part.predicted_s for part in parts]),
         )
 
     def from_size(self, sizes: Array, least: float, what: str) -> FitComparison:
@@ -254,13 +273,16 @@ class FitResult(Generic[Rates]):
         """The errors as a profile states them."""
         own = self.own.errors()
         held_out = self.cross_validated.errors()
+        interpolated_log_sd = None
+        if self.interpolated is not None:
+            interpolated_log_sd = self.interpolated.errors().log_sd
         return OperationFit(
             source=self.source,
             num_rows=own.num_rows,
             mape=own.mape,
             cross_validated_mape=held_out.mape,
             log_sd=held_out.log_sd,
-            interpolated_log_sd=self.interpolated.errors().log_sd if self.interpolated else None,
+            interpolated_log_sd=interpolated_log_sd,
             systematic_log_sd=self.systematic_log_sd,
             seen=self.seen,
             gather=self.gather,
@@ -268,8 +290,10 @@ class FitResult(Generic[Rates]):
 
     def lines(self) -> list[FitErrors]:
         """All lines of a report."""
-        interpolated = (self.interpolated,) if self.interpolated else ()
-        return [one.errors() for one in (self.own, self.cross_validated, *interpolated)]
+        lines = [self.own.errors(), self.cross_validated.errors()]
+        if self.interpolated is not None:
+            lines.append(self.interpolated.errors())
+        return lines
 
 
 def column(rows: Iterable[Measurement], name: str) -> Array:
@@ -280,7 +304,9 @@ def column(rows: Iterable[Measurement], name: str) -> Array:
 def dtypes_of(rows: Iterable[Measurement]) -> tuple[str, ...]:
     """Dtypes of the rows that a fit uses: half precision, or fp32 where there is no half precision."""
     dtypes = {row.dtype for row in rows}
-    return FULL if dtypes.isdisjoint(HALF) and "fp32" in dtypes else HALF
+    if dtypes.isdisjoint(HALF) and "fp32" in dtypes:
+        return FULL
+    return HALF
 
 
 def element_bytes_of(rows: Iterable[Measurement]) -> int:
@@ -326,30 +352,41 @@ def mean_rate(rates: Array) -> float:
     return to_digits(float(np.exp(np.log(rates).mean())))
 
 
-def log_ratio(own: Mapping[Hashable, float], other: Mapping[Hashable, float], least: int = 20) -> list[float]:
-    """The median of log(other seconds / own seconds) over the common shapes; empty with fewer than `least` shapes."""
-    logs = [np.log(other[shape] / own[shape]) for shape in own.keys() & other.keys()]
-    return [float(np.median(logs))] if len(logs) >= least else []
+def log_ratio(fitted: Mapping[Hashable, float], other: Mapping[Hashable, float], least: int = 20) -> list[float]:
+    """The median of log(other seconds / fitted seconds) over common shapes; empty with fewer than `least` shapes."""
+    shapes = fitted.keys() & other.keys()
+    if len(shapes) < least:
+        return []
+    return [float(np.median([np.log(other[shape] / fitted[shape]) for shape in shapes]))]
 
 
 def root_mean_square(values: Sequence[float]) -> float | None:
     """Root mean square; None without values."""
-    return float(np.sqrt(np.mean(np.square(values)))) if values else None
+    if not values:
+        return None
+    return float(np.sqrt(np.mean(np.square(values))))
 
 
 def span_of(arrays: Sequence[Array]) -> Span:
     """Smallest and largest value over all arrays."""
-    return float(min(one.min() for one in arrays)), float(max(one.max() for one in arrays))
+    values = np.concatenate([np.ravel(array) for array in arrays])
+    return float(values.min()), float(values.max())
 
 
 def ranges_of(rows: Sequence[Measurement], names: Iterable[str]) -> dict[str, Span]:
     """Smallest and largest value above 0 of each field; a field without such a value is dropped."""
-    above = {name: value[value > 0] for name in names if ((value := column(rows, name)) > 0).any()}
-    return {name: span_of([value]) for name, value in above.items()}
+    ranges = {}
+    for name in names:
+        values = column(rows, name)
+        if (values > 0).any():
+            ranges[name] = span_of([values[values > 0]])
+    return ranges
 
 
 def sources_of(rows: Iterable[Measurement], most: int = 3) -> str:
     """The sources of the rows, shortened."""
     names = sorted({row.source for row in rows})
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return "; ".join(names[:most]) + more
+    text = "; ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -106,8 +107,10 @@ def fit_gemm(rows: Sequence[Measurement], gpu: GpuSpec, *, keep_shapes: Collecti
     fit = data.fit(gpu, peak_flops(gpu, dtypes_of(rows)), "form alone, ", _STARTS)
     rates = with_tables(_prune(fit.rates, data), data, keep_shapes)
     sources = [row.source for row in rows]
-    by_model = len(set(sources)) > 2
-    held_out = fit.left_out("models", sources) if by_model else fit.left_out("shapes", data.shapes)
+    if len(set(sources)) > 2:
+        held_out = fit.left_out("models", sources)
+    else:
+        held_out = fit.left_out("shapes", data.shapes)
     return FitResult(
         rates=rates,
         source=sources_of(rows),
@@ -124,15 +127,15 @@ def fit_gemm_type(
     """Fit one of GEMM_TYPES, with small tables of the `keep_shapes`. Rows are thinned evenly by time."""
     by_time = sorted(rows, key=lambda row: row.expected_s)
     data = GemmRows.of(by_time)
-    some = data.take(np.arange(0, len(by_time), max(1, len(by_time) // _MOST_TYPE_ROWS)))
-    form = _prune(some.fit(gpu, peak_of(gpu, kind), "", _TYPE_STARTS).rates, data)
+    thinned = data.take(np.arange(0, len(by_time), max(1, len(by_time) // _MOST_TYPE_ROWS)))
+    form = _prune(thinned.fit(gpu, peak_of(gpu, kind), "", _TYPE_STARTS).rates, data)
     rates = with_tables(form, data, keep_shapes, TYPE_KNOTS)
-    own = FitComparison(label=f"{kind}, as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates))
+    shipped = FitComparison(label=f"{kind}, as shipped", measured_s=data.seconds, predicted_s=data.predicted_s(rates))
     alone = FitComparison(label=f"{kind}, form alone", measured_s=data.seconds, predicted_s=data.form_s(form))
     return FitResult(
         rates=rates,
         source=sources_of(by_time),
-        own=own,
+        own=shipped,
         cross_validated=alone.from_size(data.tokens, PROMISED_ROWS, "rows"),
         seen=ranges_of(by_time, _SEEN),
     )
@@ -141,23 +144,27 @@ def fit_gemm_type(
 def fit_types_section(part: JsonObject, profile: CalibrationProfile) -> FitResult[Mapping[str, GemmRates]]:
     """Fit a recipe's types of products, each from its own source."""
     gpu = load_gpu(profile.gpu)
-    fits = {}
+    fits = []
+    rates = dict(profile.kernels.gemm_types)
     for kind in part.fields:
         rows = usable_gemm(read_source(part.text(kind), "recipes"), (kind,))
-        fits[kind] = fit_gemm_type(at_burst(rows, profile.kernels.clock), gpu, kind, keep_shapes=builtin_shapes())
-    each = list(fits.values())
+        fit = fit_gemm_type(at_burst(rows, profile.kernels.clock), gpu, kind, keep_shapes=builtin_shapes())
+        fits.append(fit)
+        rates[kind] = fit.rates
     return FitResult(
-        rates={**profile.kernels.gemm_types, **{kind: one.rates for kind, one in fits.items()}},
-        source="; ".join(one.source for one in each),
-        own=FitComparison.join("as shipped", [one.own for one in each]),
-        cross_validated=FitComparison.join("form alone", [one.cross_validated for one in each]),
-        seen=each[0].seen,
+        rates=rates,
+        source="; ".join(fit.source for fit in fits),
+        own=FitComparison.join("as shipped", [fit.own for fit in fits]),
+        cross_validated=FitComparison.join("form alone", [fit.cross_validated for fit in fits]),
+        seen=fits[0].seen,
     )
 
 
 def peak_of(gpu: GpuSpec, kind: str | None) -> float:
     """The datasheet's FLOP/s of a type of product; None: half precision."""
-    factor, dtypes = (1.0, HALF) if kind is None else _PEAKS[kind]
+    if kind is None:
+        return peak_flops(gpu, HALF)
+    factor, dtypes = _PEAKS[kind]
     return factor * peak_flops(gpu, dtypes)
 
 
@@ -186,7 +193,9 @@ def usable_gemm(rows: Sequence[Measurement], dtypes: Sequence[str], *, narrow: b
     """
     products = [row for row in rows if row.operation == "gemm" and row.dtype in dtypes and (row.tokens or 0) >= STEP]
     wide = [row for row in products if min(row.in_features or 0, row.out_features or 0) >= _LEAST_WIDTH]
-    return wide if len(wide) >= _ENOUGH and not narrow else products
+    if narrow or len(wide) < _ENOUGH:
+        return products
+    return wide
 
 
 def head_bytes_per_s(rows: Sequence[Measurement], gpu: GpuSpec) -> float | None:
@@ -210,19 +219,22 @@ class GemmRows(Columns):
     @classmethod
     def of(cls, rows: Sequence[Measurement]) -> GemmRows:
         """Convert gemm measurements to arrays: all of one quantised type, or all in half precision or in fp32."""
-        types = {row.dtype for row in rows}
-        width = GEMM_TYPES.get(types.pop() or "") if len(types) == 1 else None
+        width: Width = element_bytes_of(rows)
+        types = {row.dtype or "" for row in rows}
+        if len(types) == 1:
+            width = GEMM_TYPES.get(types.pop(), width)
         return cls(
-            **{name: column(rows, name) for name in _SEEN},
+            tokens=column(rows, "tokens"),
+            in_features=column(rows, "in_features"),
+            out_features=column(rows, "out_features"),
             seconds=column(rows, "expected_s"),
-            element_bytes=element_bytes_of(rows) if width is None else width,
+            element_bytes=width,
         )
 
     @property
     def shapes(self) -> list[Shape]:
         """Shape of each row's product."""
-        pairs = zip(self.in_features.tolist(), self.out_features.tolist(), strict=True)
-        return [(int(fan_in), int(fan_out)) for fan_in, fan_out in pairs]
+        return list(zip(self.in_features.astype(int).tolist(), self.out_features.astype(int).tolist(), strict=True))
 
     def by_shape(self) -> Iterator[tuple[Shape, Some]]:
         """Each shape and the indices of its rows."""
@@ -246,13 +258,15 @@ class GemmRows(Columns):
 
     def fit(self, gpu: GpuSpec, peak: float, label: str, starts: int) -> Fit[GemmRates]:
         """Fit the form, in which full waves reach at most `peak` FLOP/s."""
-        tiles = TILES if has_waves(gpu) else FINE_TILES
+        tiles: tuple[tuple[int, int], ...] = FINE_TILES
+        if has_waves(gpu):
+            tiles = TILES
         return Fit(
             label=label,
             measured_s=self.seconds,
             parameters=_parameters(gpu, tiles),
             make=lambda values: _rates(values, gpu, tiles, peak),
-            seconds=lambda rates, some: self.take(some).form_s(rates),
+            seconds=lambda rates, rows: self.take(rows).form_s(rates),
             weighted=True,
             starts=starts,
             noise=_NOISE,
@@ -262,30 +276,35 @@ class GemmRows(Columns):
 
 def _parameters(gpu: GpuSpec, tiles: Sequence[tuple[int, int]]) -> list[Parameter]:
     hbm = gpu.hbm_bytes_per_s
-    waves = has_waves(gpu)
+    most_launch_s = 1e-3
+    least_share = 0.01
+    if has_waves(gpu):
+        most_launch_s = 2e-5
+        least_share = 0.3
     parameters = [
         Parameter(name="bytes_per_s", start=0.65 * hbm, low=0.1 * hbm, high=hbm),
-        Parameter(name="launch_s", start=3e-6, low=0.0, high=2e-5 if waves else 1e-3),
+        Parameter(name="launch_s", start=3e-6, low=0.0, high=most_launch_s),
     ]
     for index, (height, width) in enumerate(tiles):
         share = 0.85 * (height * width / (tiles[0][0] * tiles[0][1])) ** 0.1
-        parameters.append(Parameter(name=f"share_{index}", start=share, low=0.3 if waves else 0.01, high=1.0))
+        parameters.append(Parameter(name=f"share_{index}", start=share, low=least_share, high=1.0))
         parameters.append(Parameter(name=f"start_{index}", start=3e-6, low=0.0, high=2e-5))
     return parameters
 
 
 def _rates(values: Constants, gpu: GpuSpec, tiles: Sequence[tuple[int, int]], peak: float) -> GemmRates:
     """Make the rates. `values` has shares of the datasheet's rate, GemmRates shares of the best tile's rate."""
-    shares = [values[f"share_{index}"] for index in range(len(tiles))]
+    best = max(values[f"share_{index}"] for index in range(len(tiles)))
+    rated_tiles = []
+    for index, (height, width) in enumerate(tiles):
+        share = to_digits(values[f"share_{index}"] / best)
+        rated_tiles.append(Tile(rows=height, cols=width, flops_share=share, start_s=values[f"start_{index}"]))
     return GemmRates(
-        flops_per_s=to_digits(max(shares) * peak),
+        flops_per_s=to_digits(best * peak),
         bytes_per_s=values["bytes_per_s"],
         launch_s=values["launch_s"],
         concurrent_tiles=gpu.num_sms,
-        tiles=tuple(
-            Tile(rows=height, cols=width, flops_share=to_digits(share / max(shares)), start_s=values[f"start_{index}"])
-            for index, ((height, width), share) in enumerate(zip(tiles, shares, strict=True))
-        ),
+        tiles=tuple(rated_tiles),
     )
 
 
@@ -326,8 +345,13 @@ def _interpolate(rates: GemmRates, rows: GemmRows) -> FitComparison | None:
 def with_tables(form: GemmRates, rows: GemmRows, shapes: Collection[Shape], most: int = MAX_KNOTS) -> GemmRates:
     """The rates with tables of at most `most` knots for the shapes that were measured often enough."""
     distinct = set(shapes)
-    tables = [_table(form, shape, rows.take(indices), most) for shape, indices in rows.by_shape() if shape in distinct]
-    return replace(form, measured=tuple(table for table in tables if table is not None))
+    tables = []
+    for shape, indices in rows.by_shape():
+        if shape in distinct:
+            table = _table(form, shape, rows.take(indices), most)
+            if table is not None:
+                tables.append(table)
+    return replace(form, measured=tuple(tables))
 
 
 def _table(form: GemmRates, shape: Shape, rows: GemmRows, most: int) -> MeasuredShape | None:
@@ -340,8 +364,12 @@ def _table(form: GemmRates, shape: Shape, rows: GemmRows, most: int) -> Measured
     knots = np.unique(ends)
     if len(knots) < _LEAST_KNOTS:
         return None
-    at_end = {end: rows.tokens == end for end in knots}
-    logs = np.array([np.median(errors[mask if mask.any() else ends == end]) for end, mask in at_end.items()])
+    logs = np.empty(len(knots))
+    for index, end in enumerate(knots):
+        of_step = rows.tokens == end
+        if not of_step.any():
+            of_step = ends == end
+        logs[index] = np.median(errors[of_step])
     points = choose_knots(np.log(knots), logs, most=most, error=_KNOT_ERROR)
     seconds = form.form_s(knots[points], Product(*shape), rows.element_bytes) * np.exp(logs[points])
     return MeasuredShape(
@@ -354,15 +382,19 @@ def _table(form: GemmRates, shape: Shape, rows: GemmRows, most: int) -> Measured
 
 def builtin_shapes() -> frozenset[Shape]:
     """(in_features, out_features) of all products of the built-in models, without the experts of mixtures."""
-    return frozenset(shape for name in builtin_models() for shape in model_shapes(name))
+    return frozenset(chain.from_iterable(map(model_shapes, builtin_models())))
 
 
 def model_shapes(name: str) -> Iterator[Shape]:
     """Weight matrices of one model as serving engines multiply them: joint Q, K, V, and joint gate and up."""
     for layer in load_model(name).layer_kinds:
-        dense: tuple[Sequence[Gemm], ...] = () if layer.num_experts else (layer.mlp,)
-        mixer = () if layer.mixer is None else (layer.mixer.projections, *((gemm,) for gemm in layer.mixer.output))
-        for gemms in (*mixer, *dense):
+        groups: list[Sequence[Gemm]] = []  # matrices with one input
+        if layer.mixer is not None:
+            groups.append(layer.mixer.projections)
+            groups += [(gemm,) for gemm in layer.mixer.output]
+        if not layer.num_experts:
+            groups.append(layer.mlp)
+        for gemms in groups:
             for product in join_products([Product(gemm.in_features, gemm.out_features) for gemm in gemms]):
                 yield product.in_features, product.out_features
 
@@ -400,9 +432,9 @@ def fit_clock(rows: Sequence[Measurement], gpu: GpuSpec) -> ClockFit | None:
     sources = sorted({row.source for row in products})
     names = np.array([f"rate_{sources.index(row.source)}" for row in products])
 
-    def predict(values: Constants, some: Some) -> Array:
-        rates = np.array([values[name] for name in names[some]])
-        return loops.take(some).mean_s(_clock(values), flops[some] / rates)
+    def predict(values: Constants, indices: Some) -> Array:
+        rates = np.array([values[name] for name in names[indices]])
+        return loops.take(indices).mean_s(_clock(values), flops[indices] / rates)
 
     solved = solve(
         (
@@ -441,7 +473,12 @@ def at_burst(rows: Sequence[Measurement], clock: Clock | None) -> list[Measureme
     measured_s = column(timed, "expected_s")
     burst_s = burst_seconds(measured_s, column(timed, "warmups"), column(timed, "repeats"), clock)
     factors = iter((burst_s / measured_s).tolist())
-    return [row.times(next(factors)) if row.has_loop else row for row in rows]
+    rows_at_burst = []
+    for row in rows:
+        if row.has_loop:
+            row = row.times(next(factors))
+        rows_at_burst.append(row)
+    return rows_at_burst
 
 
 def burst_seconds(measured_s: Array, warmups: Array, repeats: Array, clock: Clock | None) -> Array:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,7 @@ from calibrate.fit.fit import (
     FitComparison,
     FitErrors,
     FitResult,
+    Rates,
     column,
     dtypes_of,
     has_waves,
@@ -40,6 +42,7 @@ from kvrsim.kernels.layer import LayerCosts
 from kvrsim.kernels.mixer import LayerSetting
 from kvrsim.kernels.profile import CalibrationProfile, Clock, KernelRates, LinkRates, OperationFit, ValidRange
 from kvrsim.model.spec import ModelSpec
+from kvrsim.program import Array
 from kvrsim.scenario import dtype_bytes
 
 # A serving engine launches a layer as about a dozen kernels of 5 us each; tables of kernel times lack this time.
@@ -148,14 +151,14 @@ class FitReport:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain JSON values, without the rates: the profile has them."""
         profile = self.profile
+        operations = {}
+        for kind, fit in profile.operations.items():
+            operations[kind] = to_json(fit) | {"errors": to_json(self.lines.get(kind, ()))}
         return {
             "profile": profile.name,
             **fields_to_json(profile, "gpu", "description", "not_covered"),
-            "operations": {
-                kind: to_json(fit) | {"errors": to_json(self.lines.get(kind, ()))}
-                for kind, fit in profile.operations.items()
-            },
-            "layers": None if self.layers is None else to_json(self.layers.errors()),
+            "operations": operations,
+            "layers": to_json(self.layers.errors()) if self.layers is not None else None,
             "notes": [*self.layers_note, *self.notes],
             "provenance": dict(profile.provenance),
         }
@@ -185,11 +188,14 @@ def fit_profile(
     origin = Provenance.of(origins, argument)
     fit = _OperationFits(rows=rows, gpu=gpu, link=link, choices=choice, argument=argument, origin=origin)
     step_s, mask_element_s = elementwise.fit_prepare(fit.use("prepare"))
+    copies = _NO_COPIES
+    if any(row.operation == "cache_append" for row in fit.usable["elementwise"]):
+        copies = _IN_PLACE
     kernels = KernelRates(
         gemm=fit.gemm_rates(),
         attention=fit.attention_rates(),
         elementwise=replace(fit.elementwise_rates(), mask_element_s=mask_element_s),
-        copies=_IN_PLACE if any(row.operation == "cache_append" for row in fit.usable["elementwise"]) else _NO_COPIES,
+        copies=copies,
         clock=fit.clock,
         gemm_types=fit.gemm_type_rates(),
         head_on_all_tokens=False,
@@ -197,41 +203,40 @@ def fit_profile(
     )
     links = fit.links()
     host_rates = replace(fit.host(), step_s=step_s)
-    about = f", layers of {origin.model.name} by Hugging Face transformers" if origin.model is not None else ""
-    devices = ", ".join(sorted({row.device for row in fit.used if row.operation in ("gemm", "attention")}))
-    beyond = "Batches above 1, windows and mixtures of experts were not measured." if origin.is_hugging_face else ""
-    uncovered = " ".join(part for part in (label.not_covered, beyond, *fit.missing) if part)
-    clock = {} if fit.fitted_clock is None else {"clock": fit.fitted_clock.describe()}
     most_ranks = max((row.ranks or 1 for row in fit.used if row.operation in _COLLECTIVES), default=1)
+    provenance = provenance_of(fit.used) | origin.provenance()
+    if fit.fitted_clock is not None:
+        provenance["clock"] = fit.fitted_clock.describe()
+    provenance |= label.provenance or {}
     profile = CalibrationProfile(
         name=label.name,
         gpu=gpu.name,
-        description=label.description or f"fitted to measurements of {devices}{about}.",
-        not_covered=uncovered or "what was not measured.",
+        description=label.description or fit.description(),
+        not_covered=fit.not_covered(label),
         kernels=kernels,
         host=host_rates,
         links=links,
         valid=fit.valid(most_ranks),
         operations={kind: fit.operations[kind] for kind in TITLES if kind in fit.operations},
         residual=None,
-        provenance=provenance_of(fit.used) | origin.provenance() | clock | dict(label.provenance or {}),
+        provenance=provenance,
         run_to_run_log_sd=_run_to_run_log_sd(rows),
         cluster=origin.cluster(label.name, gpu, link, most_ranks),
         engine=PRIOR_ENGINE if host_rates == DEFAULT_HOST else None,
     )
-    report = FitReport(
-        profile=profile,
-        lines=fit.lines,
-        notes=(*_notes_on_unused(rows, fit.used, fit.dtypes), *fit.missing),
-        layers=None if origin.model is None else compare_layers(profile, origin.model, rows),
-    )
-    return profile, report
+    layers = None
+    if origin.model is not None:
+        layers = compare_layers(profile, origin.model, rows)
+    notes = (*_notes_on_unused(rows, fit.used, fit.dtypes), *fit.missing)
+    return profile, FitReport(profile=profile, lines=fit.lines, notes=notes, layers=layers)
 
 
 def _run_to_run_log_sd(rows: Sequence[Measurement]) -> float | None:
     """Run-to-run variation of whole layers, not averaged over layers: drift affects all layers of a prefill alike."""
     spreads = [row.spread_s / row.median_s for row in rows if row.operation == "layer" and row.spread_s is not None]
-    return to_digits(float(np.median(spreads)) / QUARTILE_RANGE_SD) if spreads else None
+    if not spreads:
+        return None
+    return to_digits(float(np.median(spreads)) / QUARTILE_RANGE_SD)
 
 
 def provenance_of(rows: Sequence[Measurement]) -> dict[str, str]:
@@ -254,9 +259,9 @@ def check_rows(
         got = f"{len(usable)} {kind} rows of {len(sizes)} sizes that can be used"
         raise InputError(argument, got, f"at least {LEAST_ROWS[kind]} of at least {LEAST_SIZES[kind]} sizes: {what}")
     spreads = [row.spread_s / row.median_s for row in usable if row.spread_s is not None]
-    if spreads and (spread := float(np.median(spreads))) > max_spread:
-        accepted = f"repeatable measurements: at most {max_spread:.0%} of their medians"
-        raise InputError(argument, f"{kind} rows with a median spread of {spread:.0%}", accepted)
+    if spreads and np.median(spreads) > max_spread:
+        got = f"{kind} rows with a median spread of {np.median(spreads):.0%}"
+        raise InputError(argument, got, f"repeatable measurements: at most {max_spread:.0%} of their medians")
     unique = {"gemm": {"device": "gpu"}, "attention": {"device": "gpu", "kernel": "kernel"}}
     for name, key in unique.get(kind, {}).items():
         values = sorted({getattr(row, name) for row in usable})
@@ -319,28 +324,33 @@ class _OperationFits:
         spread only widens the profile's intervals. Raises InputError naming `argument` for bad rows, or if gemm or
         attention is missing.
         """
-        own = self.origin.is_hugging_face
+        is_own = self.origin.is_hugging_face
         types = " or ".join(self.dtypes)
         calls = attention.usable_attention(self.rows, self.head_dim, self.dtypes)
         by_form = {
-            "gemm": gemm.usable_gemm(self.rows, self.dtypes, narrow=own),
+            "gemm": gemm.usable_gemm(self.rows, self.dtypes, narrow=is_own),
             **{form: [row for row in calls if self.form_of(row) == form] for form in _FORMS},
             "elementwise": elementwise.usable_elementwise(self.rows, self.dtypes),
             **{operation: usable_link_rows(self.rows, operation) for operation in _COLLECTIVES},
         }
-        if own and len(by_form["all_reduce"]) < LEAST_ROWS["all_reduce"]:
+        if is_own and len(by_form["all_reduce"]) < LEAST_ROWS["all_reduce"]:
             by_form["all_reduce"] = []
         needed = {
             "gemm": f"products in {types} of at least {gemm.STEP} tokens",
             "attention": f"calls of one sequence in {types}, head_dim {self.head_dim}",
             "elementwise": f"kernels in {types}",
         }
-        first_form = next((form for form in _FORMS if by_form[form]), _FORMS[0])
+        max_spread = MAX_SPREAD
+        if is_own:
+            max_spread = float("inf")
+        measured_forms = [form for form in _FORMS if by_form[form]]
+        required = ("gemm", *(measured_forms or _FORMS)[:1])
         for name, rows in by_form.items():
-            if rows or name in ("gemm", first_form):
-                kind = "attention" if name in _FORMS else name
-                what = needed.get(kind, "inside one node")
-                check_rows(kind, rows, self.argument, what, float("inf") if own else MAX_SPREAD)
+            kind = name
+            if name in _FORMS:
+                kind = "attention"
+            if rows or name in required:
+                check_rows(kind, rows, self.argument, needed.get(kind, "inside one node"), max_spread)
         return by_form
 
     @cached_property
@@ -351,7 +361,9 @@ class _OperationFits:
     @property
     def clock(self) -> Clock | None:
         """Clock of products and attention."""
-        return None if self.fitted_clock is None else self.fitted_clock.clock
+        if self.fitted_clock is None:
+            return None
+        return self.fitted_clock.clock
 
     def form_of(self, row: Measurement) -> str:
         """Form of an attention row: eager, sdpa or flash.
@@ -361,25 +373,47 @@ class _OperationFits:
         flash.
         """
         kernel = self.choices.attention_kernel
-        if kernel == "eager" or (row.kernel == "eager" if kernel else "eager" in row.kernel):
+        if kernel == "eager" or row.kernel == "eager" or (kernel is None and "eager" in row.kernel):
             return "eager"
-        return "sdpa" if row.kernel == "sdpa" else "flash"
+        if row.kernel == "sdpa":
+            return "sdpa"
+        return "flash"
 
     def use(self, *operations: str, kernel: str | None = None) -> list[Measurement]:
         """Mark rows of these operations as used, and return them; their dtype is a fitted one or unknown."""
-        rows = [row for row in self.rows if row.operation in operations and row.dtype in (None, *self.dtypes)]
-        rows = [row for row in rows if kernel in (None, row.kernel)]
+        rows = []
+        for row in self.rows:
+            is_usable = row.operation in operations and row.dtype in (None, *self.dtypes)
+            if is_usable and kernel in (None, row.kernel):
+                rows.append(row)
         self.used += rows
         return rows
 
-    def record(self, kind: str, usable: Sequence[Measurement], fitted: FitResult[Any]) -> Any:
+    def description(self) -> str:
+        """Which devices, and which model's layers, were measured."""
+        devices = sorted({row.device for row in self.used if row.operation in ("gemm", "attention")})
+        text = f"fitted to measurements of {', '.join(devices)}"
+        if self.origin.model is not None:
+            text += f", layers of {self.origin.model.name} by Hugging Face transformers"
+        return f"{text}."
+
+    def not_covered(self, label: Label) -> str:
+        """What the profile does not cover, in sentences."""
+        sentences = []
+        if label.not_covered:
+            sentences.append(label.not_covered)
+        if self.origin.is_hugging_face:
+            sentences.append("Batches above 1, windows and mixtures of experts were not measured.")
+        return " ".join([*sentences, *self.missing]) or "what was not measured."
+
+    def record(self, kind: str, usable: Sequence[Measurement], fitted: FitResult[Rates]) -> Rates:
         """Record a fit and return its rates. A poor fit gives a note for rows of this machine, else an InputError."""
         self._check_error(kind, fitted)
         self.lines[kind] = [*fitted.lines(), *self.lines.get(kind, ())]
         systematic = systematic_log_sd(kind, usable, self.choices.others)
-        self.operations[kind] = replace(
-            fitted.operation, systematic_log_sd=None if systematic is None else to_digits(systematic)
-        )
+        if systematic is not None:
+            systematic = to_digits(systematic)
+        self.operations[kind] = replace(fitted.operation, systematic_log_sd=systematic)
         self.used += usable
         return fitted.rates
 
@@ -412,17 +446,15 @@ class _OperationFits:
         for kind in GEMM_TYPES:
             usable = gemm.usable_gemm(self.rows, (kind,))
             sizes = {row.tokens for row in usable}
-            if (
-                len(usable) >= _LEAST_TYPE_ROWS
-                and len(sizes) >= LEAST_SIZES["gemm"]
-                and gemm.computes_in(self.gpu, kind)
-            ):
-                self.used += usable
-                burst = gemm.at_burst(usable, self.clock)
-                fitted = gemm.fit_gemm_type(burst, self.gpu, kind, keep_shapes=self._keep_shapes())
-                self._check_error("gemm", fitted)
-                self.lines["gemm"] += fitted.lines()
-                rates[kind] = fitted.rates
+            is_enough = len(usable) >= _LEAST_TYPE_ROWS and len(sizes) >= LEAST_SIZES["gemm"]
+            if not is_enough or not gemm.computes_in(self.gpu, kind):
+                continue
+            self.used += usable
+            burst = gemm.at_burst(usable, self.clock)
+            fitted = gemm.fit_gemm_type(burst, self.gpu, kind, keep_shapes=self._keep_shapes())
+            self._check_error("gemm", fitted)
+            self.lines["gemm"] += fitted.lines()
+            rates[kind] = fitted.rates
         return rates
 
     def _keep_shapes(self) -> Collection[gemm.Shape]:
@@ -430,33 +462,39 @@ class _OperationFits:
         if self.choices.keep_shapes is not None:
             return self.choices.keep_shapes
         shapes = {(row.in_features or 0, row.out_features or 0) for row in self.usable["gemm"]}
-        return shapes if len(shapes) <= _MOST_SHAPES else gemm.builtin_shapes()
+        if len(shapes) > _MOST_SHAPES:
+            return gemm.builtin_shapes()
+        return shapes
 
     def attention_rates(self) -> dict[str, AttentionRates]:
         """Rates by kernel; first the kernel that skips masked scores: the profile states its errors."""
-        rates: dict[str, AttentionRates] = {}
-        flash, sdpa, eager = (self.usable[form] for form in _FORMS)
-        if eager:
-            rates = {"eager": self.record("attention", eager, attention.fit_eager(eager, self.gpu))}
-        if sdpa:
-            masked = attention.fit_blocked(sdpa, self.gpu, name="sdpa", skips_masked=False)
-            rates = {
-                "sdpa": attention.with_blocks(self.record("attention", sdpa, masked), self.use("block", kernel="sdpa"))
-            } | rates
-        if flash:
-            narrow = self._narrow()
-            # Tiles on a GPU's multiprocessors; on a CPU and in fp32 small blocks.
-            if has_waves(self.gpu) and self.dtypes == HALF:
-                kernel = self.choices.attention_kernel
-                burst = gemm.at_burst(flash, self.clock)
-                fused = attention.fit_flash(burst, self.gpu, kernel=kernel, narrow=gemm.at_burst(narrow, self.clock))
-                prefills = [row for row in flash if not attention.is_decoding(row)]
-                rates = {"flash": self.record("attention", [*narrow, *prefills], fused)} | rates
-            else:
-                blocked = attention.fit_blocked(flash, self.gpu, name="flash", skips_masked=True)
-                own = self.record("attention", flash, blocked)
-                rates = {"flash": attention.with_blocks(own, self.use("block", kernel="flash"))} | rates
-        return rates
+        by_form: dict[str, AttentionRates] = {}
+        # The lines of a report and the stated errors are those of the form that is fitted last.
+        for form in reversed(_FORMS):
+            rows = self.usable[form]
+            if not rows:
+                continue
+            if form == "eager":
+                by_form[form] = self.record("attention", rows, attention.fit_eager(rows, self.gpu))
+            elif form == "flash" and has_waves(self.gpu) and self.dtypes == HALF:
+                by_form[form] = self._flash_rates(rows)
+            else:  # on a CPU and in fp32, flash has small blocks instead of tiles on multiprocessors
+                blocked = attention.fit_blocked(rows, self.gpu, name=form, skips_masked=form == "flash")
+                rates = self.record("attention", rows, blocked)
+                by_form[form] = attention.with_blocks(rates, self.use("block", kernel=form))
+        return {form: by_form[form] for form in _FORMS if form in by_form}
+
+    def _flash_rates(self, rows: Sequence[Measurement]) -> AttentionRates:
+        """Rates of tiles on a GPU's multiprocessors."""
+        narrow = self._narrow()
+        fused = attention.fit_flash(
+            gemm.at_burst(rows, self.clock),
+            self.gpu,
+            kernel=self.choices.attention_kernel,
+            narrow=gemm.at_burst(narrow, self.clock),
+        )
+        prefills = [row for row in rows if not attention.is_decoding(row)]
+        return self.record("attention", [*narrow, *prefills], fused)
 
     def _narrow(self) -> list[Measurement]:
         """Flash calls with narrow heads and at least PROMISED_CHUNK queries; empty if there are too few."""
@@ -464,7 +502,9 @@ class _OperationFits:
             return []
         calls = attention.usable_attention(self.rows, attention.NARROW_HEAD_DIM, self.dtypes)
         long = [row for row in calls if self.form_of(row) == "flash" and (row.chunk or 0) >= attention.PROMISED_CHUNK]
-        return long if len(long) >= LEAST_ROWS["attention"] else []
+        if len(long) < LEAST_ROWS["attention"]:
+            return []
+        return long
 
     def elementwise_rates(self) -> ElementwiseRates:
         """Rates as measured, as assumed, or at the datasheet's memory bandwidth."""
@@ -478,8 +518,9 @@ class _OperationFits:
         if not usable:
             self.mark_missing("elementwise")
             return ElementwiseRates.uniform(hbm_bytes_per_s, fused=fused)
-        model = self.origin.model
-        counts = None if model is None else _kernels_of(model)
+        counts = None
+        if self.origin.model is not None:
+            counts = _kernels_of(self.origin.model)
         fitted = elementwise.fit_elementwise(usable, self.gpu, fused=fused, kernels=counts)
         return elementwise.with_merges(self.record("elementwise", usable, fitted), self.use("merge"))
 
@@ -487,22 +528,35 @@ class _OperationFits:
         """Rates measured inside a node, or the datasheet's; on a CPU messages occupy no multiprocessors."""
         sends = self._link("send_recv", fit_send_recv)
         gather = self._link("all_gather", fit_all_gather)
+        all_reduce = None  # without measurements an all-reduce is two all-gathers
         reduces = self.usable["all_reduce"]
+        if reduces:
+            all_reduce = self.record("all_reduce", reduces, fit_all_reduce(reduces))
+        pending_share = 0.0
         pending = self.use("layer_alone", "layer_pending")
-        return LinkRates(
+        if has_waves(self.gpu):
+            pending_share = elementwise.fit_pending_share(pending)
+        datasheet = LinkRates(
             link=self.link.name,
-            bandwidth_bytes_per_s=sends.bandwidth_bytes_per_s if sends else self.link.bandwidth_bytes_per_s,
-            latency_s=sends.latency_s if sends else self.link.latency_s,
-            short_bytes_per_s=sends.short_bytes_per_s if sends else None,
+            bandwidth_bytes_per_s=self.link.bandwidth_bytes_per_s,
+            latency_s=self.link.latency_s,
+            short_bytes_per_s=None,
             gather=gather,
-            # Without measurements an all-reduce is two all-gathers.
-            all_reduce=self.record("all_reduce", reduces, fit_all_reduce(reduces)) if reduces else None,
+            all_reduce=all_reduce,
             sends="overlap",
             sends_over_bus="overlap",
-            pending_share=elementwise.fit_pending_share(pending) if has_waves(self.gpu) else 0.0,
+            pending_share=pending_share,
+        )
+        if sends is None:
+            return datasheet
+        return replace(
+            datasheet,
+            bandwidth_bytes_per_s=sends.bandwidth_bytes_per_s,
+            latency_s=sends.latency_s,
+            short_bytes_per_s=sends.short_bytes_per_s,
         )
 
-    def _link(self, kind: str, fit: Callable[[Sequence[Measurement], LinkSpec], FitResult[Any]]) -> Any:
+    def _link(self, kind: str, fit: Callable[[Sequence[Measurement], LinkSpec], FitResult[Rates]]) -> Rates | None:
         """The rates of a kind of transfer; None without rows or with a poor fit."""
         usable = self.usable[kind]
         if not usable:
@@ -523,14 +577,17 @@ class _OperationFits:
         if not has_waves(self.gpu):
             self.operations["host"] = _assumption("none: the CPU is its own host", 0.0)
             return NO_HOST
-        layers, gathers, messages, before = (
-            self.use(f"host_{what}") for what in ("layer", "collective", "message", "prepare")
-        )
+        layers = self.use("host_layer")
+        gathers = self.use("host_collective")
+        messages = self.use("host_message")
+        before = self.use("host_prepare")
         if not layers:
             self.operations["host"] = _assumption("set by hand, not measured", _HAND_LOG_SD)
             return DEFAULT_HOST
         rates, self.operations["host"] = elementwise.fit_host(layers, gathers, messages)
-        return replace(rates, prepare_s=to_digits(float(np.median(column(before, "expected_s"))))) if before else rates
+        if before:
+            rates = replace(rates, prepare_s=to_digits(float(np.median(column(before, "expected_s")))))
+        return rates
 
     def valid(self, most_ranks: int) -> ValidRange:
         """The measured ranges; hidden sizes are those of square matrices.
@@ -553,7 +610,7 @@ class _OperationFits:
         )
 
 
-def _whole_span(values: Any) -> tuple[int, int]:
+def _whole_span(values: Array) -> tuple[int, int]:
     low, high = span_of([values])
     return int(low), int(high)
 
@@ -576,19 +633,22 @@ def systematic_log_sd(kind: str, rows: Sequence[Measurement], others: Sequence[M
     """
     if kind not in _SHAPES:
         return None
-    own = _by_shape(kind, rows)
-    sources = sorted({row.source for row in others if row.operation == kind})
-    tables = [_by_shape(kind, [row for row in others if row.source == source]) for source in sources]
-    return root_mean_square([median for table in tables for median in log_ratio(own, table)])
+    fitted = _by_shape(kind, rows)
+    medians: list[float] = []
+    for source in sorted({row.source for row in others if row.operation == kind}):
+        table = _by_shape(kind, [row for row in others if row.source == source])
+        medians += log_ratio(fitted, table)
+    return root_mean_square(medians)
 
 
 def _by_shape(kind: str, rows: Sequence[Measurement]) -> dict[Hashable, float]:
     size, *_ = _SHAPES[kind]
-    return {
-        tuple(getattr(row, name) for name in _SHAPES[kind]): row.expected_s
-        for row in rows
-        if row.operation == kind and row.dtype in HALF and (getattr(row, size) or 0) >= _LEAST_SIZE
-    }
+    shape_of = attrgetter(*_SHAPES[kind])
+    seconds: dict[Hashable, float] = {}
+    for row in rows:
+        if row.operation == kind and row.dtype in HALF and (getattr(row, size) or 0) >= _LEAST_SIZE:
+            seconds[shape_of(row)] = row.expected_s
+    return seconds
 
 
 # -- whole layers, predicted as the sum of their parts
@@ -606,13 +666,16 @@ def compare_layers(profile: CalibrationProfile, model: ModelSpec, rows: Sequence
 
     A row with an unknown kernel belongs to the profile's attention kernel, if the profile has only one.
     """
-    pairs = [(row, kernel) for row in rows if (kernel := _kernel(profile, row)) is not None]
-    if not pairs:
+    layers = []
+    predicted_s = []
+    for row in rows:
+        kernel = _kernel(profile, row)
+        if kernel is not None:
+            layers.append(row)
+            predicted_s.append(_layer_s(profile, model, row, kernel))
+    if not layers:
         return None
-    predicted = np.array([_layer_s(profile, model, row, kernel) for row, kernel in pairs])
-    return FitComparison(
-        label=LAYERS, measured_s=column([row for row, _ in pairs], "expected_s"), predicted_s=predicted
-    )
+    return FitComparison(label=LAYERS, measured_s=column(layers, "expected_s"), predicted_s=np.array(predicted_s))
 
 
 def _kernel(profile: CalibrationProfile, row: Measurement) -> str | None:
@@ -621,12 +684,14 @@ def _kernel(profile: CalibrationProfile, row: Measurement) -> str | None:
     kernels = profile.attention_kernels
     if row.kernel in kernels:
         return row.kernel
-    return kernels[0] if len(kernels) == 1 else None
+    if len(kernels) == 1:
+        return kernels[0]
+    return None
 
 
 def _layer_s(profile: CalibrationProfile, model: ModelSpec, row: Measurement, kernel: str) -> float:
     costs = layer_costs(profile, model, kernel, row.dtype or "")
     chunk = np.array([float(row.chunk or 0)])
     prefix = np.array([float(row.prefix or 0)])
-    parts = (costs.qkv_s(chunk), costs.mixer.append_s(chunk, prefix), costs.mixer.attention_s(chunk, prefix))
-    return float((sum(parts, np.zeros(1)) + costs.output_mlp_s(chunk))[0])
+    mixer_s = costs.mixer.append_s(chunk, prefix) + costs.mixer.attention_s(chunk, prefix)
+    return float((costs.qkv_s(chunk) + mixer_s + costs.output_mlp_s(chunk))[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import permutations
 from typing import TypeVar
 
 from calibrate.fit.fit import (
@@ -35,12 +36,19 @@ Rates = TypeVar("Rates", ScanRates, ConvolutionRates)
 def fit_recurrence_section(part: JsonObject, profile: CalibrationProfile) -> FitResult[RecurrenceRates]:
     """Fit a recipe's source of each kind and compare other tables. Raises InputError for unknown names."""
     part.only((*TABLES, _COMPARED))
-    others = part.child(_COMPARED) if part.has(_COMPARED) else JsonObject(fields={}, where=part.where)
-    others.only(tuple(TABLES))
-    rows = {kind: read_recurrence(part.text(kind), kind, "recipes") for kind in TABLES if part.has(kind)}
-    sources = [(kind, text) for kind in rows if others.has(kind) for text in others.sequence(kind)]
-    others_rows = [read_recurrence(str(text), kind, "recipes") for kind, text in sources]
-    return fit_recurrence(rows, load_gpu(profile.gpu), others_rows)
+    compared = JsonObject(fields={}, where=part.where)
+    if part.has(_COMPARED):
+        compared = part.child(_COMPARED)
+        compared.only(tuple(TABLES))
+    rows: dict[str, RecurrenceRows] = {}
+    others: list[RecurrenceRows] = []
+    for kind in TABLES:
+        if not part.has(kind):
+            continue
+        rows[kind] = read_recurrence(part.text(kind), kind, "recipes")
+        if compared.has(kind):
+            others += [read_recurrence(str(source), kind, "recipes") for source in compared.sequence(kind)]
+    return fit_recurrence(rows, load_gpu(profile.gpu), others)
 
 
 def fit_recurrence(
@@ -52,7 +60,10 @@ def fit_recurrence(
     """
     scans = {kind: _scans(of_kind) for kind, of_kind in rows.items()}
     fits = {kind: _fit(of_kind, ScanRates, _scan_parameters(gpu)) for kind, of_kind in scans.items()}
-    swapped = [_long(scans[kind], fit.rates) for kind in fits for other, fit in fits.items() if other != kind]
+    swapped = [_long(scans[kind], fits[other].rates) for kind, other in permutations(fits, 2)]
+    alike_log_sd = _UNKNOWN_ALIKE_LOG_SD
+    if swapped:
+        alike_log_sd = FitComparison.join("", swapped).errors().log_sd
     held_out = []
     rates = {}
     for kind, fit in fits.items():
@@ -61,13 +72,12 @@ def fit_recurrence(
         convolutions = _scans(rows[kind], convolutions=True)
         convolution = _fit(convolutions, ConvolutionRates, _convolution_parameters(gpu))
         rates[kind] = KindRates(scan=fit.rates, convolution=convolution.rates)
-    ratios = [log_ratio(_by_shape(scans[table.kind]), _by_shape(_scans(table)), least=1) for table in others]
-    systematic = root_mean_square([median for medians in ratios for median in medians])
+    medians: list[float] = []
+    for table in others:
+        medians += log_ratio(_by_shape(scans[table.kind]), _by_shape(_scans(table)), least=1)
+    systematic = root_mean_square(medians)
     return FitResult(
-        rates=RecurrenceRates(
-            kinds=rates,
-            alike_log_sd=FitComparison.join("", swapped).errors().log_sd if swapped else _UNKNOWN_ALIKE_LOG_SD,
-        ),
+        rates=RecurrenceRates(kinds=rates, alike_log_sd=alike_log_sd),
         source="; ".join(of_kind.source for of_kind in rows.values()),
         own=FitComparison.join("scans, fitted", [fit.own for fit in fits.values()]),
         cross_validated=FitComparison.join("scans, head counts left out", held_out),
@@ -82,7 +92,7 @@ def _fit(rows: RecurrenceRows, make: type[Rates], parameters: Sequence[Parameter
         measured_s=rows.seconds,
         parameters=parameters,
         make=lambda values: make(**values),
-        seconds=lambda rates, some: rates.seconds(*rows.take(some).arguments),
+        seconds=lambda rates, indices: rates.seconds(*rows.take(indices).arguments),
         starts=_STARTS,
         noise=_NOISE,
     )

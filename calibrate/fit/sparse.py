@@ -39,9 +39,8 @@ from kvrsim.model.mixers import CompressedAttention, LatentAttention
 from kvrsim.program import Array
 
 LEAST_CHUNK = 128  # fewer queries take negligible time
-_BUSY = (
-    2.0  # calls shorter than this multiple of a table's shortest call are left out: launches take most of their time
-)
+# Calls shorter than this multiple of a table's shortest call are left out: launches take most of their time.
+_BUSY = 2.0
 _MOST_START_S = 2e-4  # upper bound of start_s: a longer start is that of a slow host (Grace), which launch_s contains
 _NOISE = 0.1  # each share of the heads has its own autotuned kernel
 _MOST_ROWS = 2000
@@ -75,12 +74,16 @@ def fit_sparse_section(part: JsonObject, profile: CalibrationProfile) -> FitResu
     """Fit each kind to its source in a recipe. Raises InputError for an invalid recipe or source."""
     part.only(tuple(_KINDS))
     fits = {kind: fit_modules(kind, part.text(kind), profile) for kind in _KINDS if part.has(kind)}
+    results = list(fits.values())
     return FitResult(
-        rates=SparseRates(**{kind: one.rates for kind, one in fits.items()}),
-        source="; ".join(sorted({one.source for one in fits.values()})),
-        own=FitComparison.join("all, fitted", [one.own for one in fits.values()]),
-        cross_validated=FitComparison.join("all, contexts left out", [one.cross_validated for one in fits.values()]),
-        seen={name: span_of([np.array([one.seen[name] for one in fits.values()])]) for name in ("chunk", "context")},
+        rates=SparseRates(**{kind: fit.rates for kind, fit in fits.items()}),
+        source="; ".join(sorted({fit.source for fit in results})),
+        own=FitComparison.join("all, fitted", [fit.own for fit in results]),
+        cross_validated=FitComparison.join("all, contexts left out", [fit.cross_validated for fit in results]),
+        seen={
+            "chunk": span_of([np.array(fit.seen["chunk"]) for fit in results]),
+            "context": span_of([np.array(fit.seen["context"]) for fit in results]),
+        },
     )
 
 
@@ -91,17 +94,17 @@ def fit_modules(kind: str, source: str, profile: CalibrationProfile) -> FitResul
     """
     gpu = load_gpu(profile.gpu)
     modules = read_modules(kind, source)
-    rows = [one.rows for one in modules]
-    products = [one.products_s(profile) for one in modules]
-    contexts = np.concatenate([one.context for one in rows])
+    rows = [module.rows for module in modules]
+    products_s = [module.products_s(profile) for module in modules]
+    contexts = np.concatenate([rows_of_module.context for rows_of_module in rows])
 
-    def seconds(kernels: SparseKernels, some: Some) -> Array:
-        pairs = zip(modules, products, strict=True)
-        return np.concatenate([product_s + kernels.seconds(one.call, 1) for one, product_s in pairs])[some]
+    def seconds(kernels: SparseKernels, indices: Some) -> Array:
+        attention_s = [kernels.seconds(module.call, 1) for module in modules]
+        return np.concatenate(list(map(np.add, products_s, attention_s)))[indices]
 
     fit = Fit(
         label=f"{kind}, whole modules, ",
-        measured_s=np.concatenate([one.seconds for one in rows]),
+        measured_s=np.concatenate([rows_of_module.seconds for rows_of_module in rows]),
         parameters=_parameters(gpu),
         make=_kernels,
         seconds=seconds,
@@ -111,10 +114,10 @@ def fit_modules(kind: str, source: str, profile: CalibrationProfile) -> FitResul
     )
     return FitResult(
         rates=fit.rates,
-        source="; ".join(sorted({one.source for one in rows})),
+        source="; ".join(sorted({rows_of_module.source for rows_of_module in rows})),
         own=fit.own,
         cross_validated=fit.left_out("contexts", contexts.tolist()),
-        seen={"chunk": span_of([one.chunk for one in rows]), "context": span_of([one.context for one in rows])},
+        seen={"chunk": span_of([rows_of_module.chunk for rows_of_module in rows]), "context": span_of([contexts])},
     )
 
 
@@ -161,16 +164,20 @@ class ModuleRows:
     def products_s(self, profile: CalibrationProfile) -> Array:
         """Seconds of the products with weights by a profile's rates; some weights are half precision in all types."""
         cost = CalibratedCost(rates=profile.kernels, traits=profile.kernels.traits("flash", 1, 2))
-        indexer = self.mixer.indexer
-        matrices = (*self.mixer.projections, *(() if indexer is None else indexer.projections), *self.mixer.output)
-        mixed = isinstance(self.mixer, CompressedAttention)
-        compute = None if self.gemm_type == "bfloat16" else self.gemm_type
-        products = [
-            one._replace(compute=None if mixed and one.compute is None else compute)
-            for one in products_of(matrices, fused=True)
-        ]
-        absorbed = absorbing(self.mixer) if isinstance(self.mixer, LatentAttention) else ()
-        return np.asarray(cost.row_cost((*products, *absorbed), ())(self.rows.chunk))
+        matrices = list(self.mixer.projections)
+        if self.mixer.indexer is not None:
+            matrices += self.mixer.indexer.projections
+        matrices += self.mixer.output
+        products = []
+        for product in products_of(matrices, fused=True):
+            is_half = isinstance(self.mixer, CompressedAttention) and product.compute is None
+            if is_half or self.gemm_type == "bfloat16":
+                products.append(product._replace(compute=None))
+            else:
+                products.append(product._replace(compute=self.gemm_type))
+        if isinstance(self.mixer, LatentAttention):
+            products += absorbing(self.mixer)
+        return np.asarray(cost.row_cost(tuple(products), ())(self.rows.chunk))
 
 
 def read_modules(kind: str, text: str, argument: str = "measurements") -> list[ModuleRows]:
@@ -182,37 +189,49 @@ def read_modules(kind: str, text: str, argument: str = "measurements") -> list[M
     for table in _KINDS[kind].tables:
         rows = read_module(text, table, argument)
         caches = rows.texts["kv_cache_dtype"]
-        cache = next((one for one in sorted(set(caches)) if one.startswith("fp8")), None)
+        fp8_caches = [cache for cache in sorted(set(caches)) if cache.startswith("fp8")]
         usable = np.array(["dense" not in kernel for kernel in rows.texts["kernel_source"]])
         usable &= (rows.texts["op_name"] == table) & (rows.chunk >= LEAST_CHUNK)
-        usable &= (caches == cache) if cache is not None else True
+        if fp8_caches:
+            usable &= caches == fp8_caches[0]
         usable &= rows.seconds > _BUSY * rows.seconds[usable].min()
         for name, config in _KINDS[kind].models.items():
-            of_model = rows.take(usable & np.array([name in one for one in rows.texts["model"]]))
-            modules += _shares(of_model, name, _mixer(config, table)) if len(of_model.seconds) else []
+            of_model = rows.take(usable & np.array([name in model for model in rows.texts["model"]]))
+            if len(of_model.seconds):
+                modules += _shares(of_model, name, _mixer(config, table))
     if not modules:
         raise InputError(argument, text, f"a source with modules of {', '.join(_KINDS[kind].models)}")
-    every = max(1, sum(len(one.rows.seconds) for one in modules) // _MOST_ROWS)
-    modules_left = [replace(one, rows=one.rows.take(np.arange(len(one.rows.seconds)) % every == 0)) for one in modules]
-    return [one for one in modules_left if len(one.rows.seconds)]
+    step = max(1, sum(len(module.rows.seconds) for module in modules) // _MOST_ROWS)
+    thinned = []
+    for module in modules:
+        rows = module.rows.take(np.arange(len(module.rows.seconds)) % step == 0)
+        if len(rows.seconds):
+            thinned.append(replace(module, rows=rows))
+    return thinned
 
 
 def _mixer(config: str, table: str) -> Any:
     """The model's mixer that a table measures."""
-    mixers: list[Any] = [layer.mixer for layer in load_model(config).layers]
-    if "hca" in table:
-        return next(one for one in mixers if getattr(one, "compress_ratio", 0) and one.indexer is None)
-    return next(one for one in mixers if getattr(one, "indexer", None) is not None)
+    for layer in load_model(config).layers:
+        mixer = layer.mixer
+        has_indexer = getattr(mixer, "indexer", None) is not None
+        if "hca" not in table:
+            is_measured = has_indexer
+        else:
+            is_measured = getattr(mixer, "compress_ratio", 0) > 0 and not has_indexer
+        if is_measured:
+            return mixer
+    raise AssertionError(f"{config} has no layer that {table} measures")
 
 
 def _shares(rows: SparseRows, name: str, mixer: Any) -> Sequence[ModuleRows]:
     modules = []
     for gemm_type in sorted(set(rows.texts["gemm_type"])):
         for heads in np.unique(rows.heads):
-            some = rows.take((rows.texts["gemm_type"] == gemm_type) & (rows.heads == heads))
+            of_share = rows.take((rows.texts["gemm_type"] == gemm_type) & (rows.heads == heads))
             size = mixer.num_attention_heads // int(heads)
-            if len(some.seconds) and size:
-                modules.append(ModuleRows(name=name, gemm_type=gemm_type, mixer=_share(mixer, size), rows=some))
+            if len(of_share.seconds) and size:
+                modules.append(ModuleRows(name=name, gemm_type=gemm_type, mixer=_share(mixer, size), rows=of_share))
     return modules
 
 

@@ -33,7 +33,9 @@ def read_source(text: str, argument: str = "measurements") -> list[Measurement]:
     Raises InputError naming `argument` where the source is unknown, cannot be read or has no usable rows.
     """
     place, _, query = text.partition("?")
-    filters = _parse_filter(query, text, argument) if query or text.endswith("?") else {}
+    filters: dict[str, str] = {}
+    if "?" in text:
+        filters = _parse_filter(query, text, argument)
     if place.partition(":")[0] in aiconfigurator.PACKAGES:
         rows = aiconfigurator.read_aiconfigurator(place, argument)
     else:
@@ -70,13 +72,15 @@ def _parse_filter(query: str, text: str, argument: str) -> dict[str, str]:
     return filters
 
 
-def _filter(every: list[Measurement], filters: dict[str, str], text: str, argument: str) -> list[Measurement]:
+def _filter(rows: list[Measurement], filters: dict[str, str], text: str, argument: str) -> list[Measurement]:
     """The rows that contain all wanted texts. If there are none, InputError lists the values of the field."""
     for field, value in filters.items():
-        rows = [row for row in every if value in getattr(row, field).lower()]
-        if not rows:
-            there = sorted({getattr(row, field) for row in every})
-            examples = "; ".join(there[:_MAX_SHOWN]) + ("; ..." if len(there) > _MAX_SHOWN else "")
-            raise InputError(argument, text, f"a filter that keeps some rows; what there is: {examples}")
-        every = rows
-    return every
+        matching = [row for row in rows if value in getattr(row, field).lower()]
+        if not matching:
+            values = sorted({getattr(row, field) for row in rows})
+            examples = values[:_MAX_SHOWN]
+            if len(values) > _MAX_SHOWN:
+                examples.append("...")
+            raise InputError(argument, text, f"a filter that keeps some rows; what there is: {'; '.join(examples)}")
+        rows = matching
+    return rows

@@ -39,11 +39,12 @@ def _one_line(text: str) -> str:
 def _read_mlp(table: CsvTable) -> list[Measurement]:
     table.need(("use_gated_mlp", *_LAYER_COLUMNS))
     origin = _origin(table)
-    return [
-        measurement_at(row.where, kernel=name, dtype="fp16", **origin, **_times(row, name), **fields)
-        for row in map(parse_cells, table.rows)
-        for name, fields in _layer(row).items()
-    ]
+    measurements = []
+    for row in map(parse_cells, table.rows):
+        for name, fields in _layer(row).items():
+            times = _times(row, name)
+            measurements.append(measurement_at(row.where, kernel=name, dtype="fp16", **origin, **times, **fields))
+    return measurements
 
 
 def _layer(row: JsonObject) -> dict[str, Mapping[str, Any]]:
@@ -62,8 +63,10 @@ def _layer(row: JsonObject) -> dict[str, Mapping[str, Any]]:
     query = heads * (hidden // heads) // workers
     key = kv_heads * (hidden // heads) // workers
     width = intermediate // workers
-    fused = 2 if row.get("use_gated_mlp", bool) else 1
-    parallel = not row.has("time_stats.post_attention_layernorm.median")
+    up_matrices = 1
+    if row.get("use_gated_mlp", bool):
+        up_matrices = 2
+    is_parallel = not row.has("time_stats.post_attention_layernorm.median")
 
     def gemm(in_features: int, out_features: int) -> Mapping[str, Any]:
         return dict(operation="gemm", tokens=tokens, in_features=in_features, out_features=out_features)
@@ -72,18 +75,22 @@ def _layer(row: JsonObject) -> dict[str, Mapping[str, Any]]:
         return dict(operation=operation, tokens=tokens, bytes=tokens * elements * _ELEMENT_BYTES)
 
     norm = elementwise("norm", 2 * hidden)
-    return {
+    layer = {
         "emb": elementwise("embedding", 2 * hidden),
         "input_layernorm": norm,
         "attn_pre_proj": gemm(hidden, query + 2 * key),
         "attn_rope": elementwise("rotary", 2 * (query + key)),
         "attn_post_proj": gemm(query, hidden),
-        **({} if parallel else {"post_attention_layernorm": norm}),
-        "mlp_up_proj": gemm(hidden, fused * width),
-        "mlp_act": elementwise("activation", (fused + 1) * width),
+        "post_attention_layernorm": norm,
+        "mlp_up_proj": gemm(hidden, up_matrices * width),
+        "mlp_act": elementwise("activation", (up_matrices + 1) * width),
         "mlp_down_proj": gemm(width, hidden),
-        "add": elementwise("residual", 3 * (2 if parallel else 1) * hidden),
+        "add": elementwise("residual", 3 * hidden),
     }
+    if is_parallel:
+        del layer["post_attention_layernorm"]
+        layer["add"] = elementwise("residual", 2 * 3 * hidden)
+    return layer
 
 
 def _read_attention(table: CsvTable) -> list[Measurement]:
@@ -93,7 +100,9 @@ def _read_attention(table: CsvTable) -> list[Measurement]:
 
 
 def _attention(row: JsonObject, origin: Mapping[str, str]) -> Measurement:
-    heads, kv_heads, workers = (row.integer(name) for name in ("n_q_head", "n_kv_head", "num_tensor_parallel_workers"))
+    heads = row.integer("n_q_head")
+    kv_heads = row.integer("n_kv_head")
+    workers = row.integer("num_tensor_parallel_workers")
     if heads % workers or kv_heads % workers:
         raise row.error("num_tensor_parallel_workers", "a divisor of n_q_head and n_kv_head")
     if row.integer("n_embd") % heads:
@@ -118,35 +127,37 @@ def _attention(row: JsonObject, origin: Mapping[str, str]) -> Measurement:
 def _read_send_recv(table: CsvTable) -> list[Measurement]:
     table.need(("num_workers", "size", "devices_per_node"))
     origin = _origin(table)
-    return [
-        measurement_at(
+    measurements = []
+    for row in map(parse_cells, table.rows):
+        ranks = row.integer("num_workers")
+        nodes = 1
+        if row.integer("devices_per_node") < ranks:
+            nodes = 2
+        measurement = measurement_at(
             row.where,
             operation="send_recv",
             kernel="nccl",
             bytes=row.integer("size", maximum=MAX_WHOLE),
-            ranks=row.integer("num_workers"),
-            nodes=1 if row.integer("devices_per_node") >= row.integer("num_workers") else 2,
+            ranks=ranks,
+            nodes=nodes,
             **origin,
             **_times(row, "send_recv"),
         )
-        for row in map(parse_cells, table.rows)
-    ]
+        measurements.append(measurement)
+    return measurements
 
 
 def _times(row: JsonObject, name: str) -> dict[str, float | None]:
     """Median and standard deviation, in seconds, of the column that vidur calls `name`."""
+    times: dict[str, float | None] = {"median_s": row.number(f"time_stats.{name}.median") / 1000, "spread_s": None}
     deviation = f"time_stats.{name}.std"
-    return {
-        "median_s": row.number(f"time_stats.{name}.median") / 1000,
-        "spread_s": row.number(deviation, allow_zero=True) / 1000 if row.has(deviation) else None,
-    }
+    if row.has(deviation):
+        times["spread_s"] = row.number(deviation, allow_zero=True) / 1000
+    return times
 
 
-LAYOUTS = tuple(
-    CsvFormat(name=f"vidur {name}", signature=(f"time_stats.{column}.median",), read=read)
-    for name, column, read in (
-        ("mlp.csv", "mlp_up_proj", _read_mlp),
-        ("attention.csv", "attn_prefill", _read_attention),
-        ("send_recv.csv", "send_recv", _read_send_recv),
-    )
+LAYOUTS = (
+    CsvFormat(name="vidur mlp.csv", signature=("time_stats.mlp_up_proj.median",), read=_read_mlp),
+    CsvFormat(name="vidur attention.csv", signature=("time_stats.attn_prefill.median",), read=_read_attention),
+    CsvFormat(name="vidur send_recv.csv", signature=("time_stats.send_recv.median",), read=_read_send_recv),
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain, permutations, product
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any, Literal
@@ -30,11 +32,15 @@ def link_campaign(setup: LinkSetup, output: Path, command: str) -> Campaign:
 
     def origin_of(rows: list[Measurement]) -> Mapping[str, Any]:
         topology, why = find_topology(rows)
-        link = {key: value for key, value in asdict(measured_link(rows, "measured")).items() if value is not None}
+        link = asdict(measured_link(rows, "measured"))
+        for key in [key for key, value in link.items() if value is None]:
+            del link[key]
         ranks = {"num_gpus": setup.num_ranks, "backend": setup.backend}
         return ranks | {"link": link, "topology": topology, "why": why}
 
-    gpus = range(setup.num_ranks) if setup.device == "cuda" else ()
+    gpus: Sequence[int] = ()
+    if setup.device == "cuda":
+        gpus = range(setup.num_ranks)
     return Campaign(
         title="links",
         build=lambda: LinkBench(setup, name),
@@ -80,7 +86,9 @@ class LinkPoint:
         return _COLLECTIVES.get(self.kind)
 
     def __str__(self) -> str:
-        what = f"{self.kernel}:{self.num_ranks}" if self.collective else "+".join(map(flow_text, self.flows))
+        what = "+".join(map(flow_text, self.flows))
+        if self.collective:
+            what = f"{self.kernel}:{self.num_ranks}"
         return f"{self.kind}:{what}:{self.nbytes}"
 
     @property
@@ -88,20 +96,24 @@ class LinkPoint:
         """The ranks that take part, in order."""
         if self.collective:
             return tuple(range(self.num_ranks))
-        return tuple(sorted({rank for flow in self.flows for rank in flow}))
+        return tuple(sorted(set(chain.from_iterable(self.flows))))
 
     def guess_s(self, backend: str) -> float:
         """Estimated seconds of one transfer, without measurements."""
         latency_s, bytes_per_s = _GUESSES[backend]
         if self.collective:
-            steps = (self.num_ranks - 1) * (2 if self.kind == "reduce" else 1)
+            steps = self.num_ranks - 1
+            if self.kind == "reduce":
+                steps *= 2
             return steps * (latency_s + self.nbytes / self.num_ranks / bytes_per_s)
         return latency_s + len(self.flows) * self.nbytes / bytes_per_s
 
-    def repeats(self, one_s: float) -> int:
+    def repeats(self, transfer_s: float) -> int:
         """Number of repeats that makes a sample long compared with its start and end."""
-        least = 1 if one_s > _LONG_S else _LEAST_REPEATS
-        return max(least, min(_MOST_REPEATS, math.ceil(_LEAST_S / one_s)))
+        least = _LEAST_REPEATS
+        if transfer_s > _LONG_S:
+            least = 1
+        return max(least, min(_MOST_REPEATS, math.ceil(_LEAST_S / transfer_s)))
 
     def rows(self, samples: Sequence[Seconds], *, backend: str, device: str) -> list[Measurement]:
         """One row per message or collective: medians and interquartile ranges.
@@ -111,33 +123,28 @@ class LinkPoint:
         if self.kind == "issue":
             seconds = [(sample["send"] + sample["receive"]) / 2 for sample in samples]
             return [_row("host_message", backend, device, seconds)]
-        transfers: dict[Flow | None, str] = {flow: flow_text(flow) for flow in self.flows}
+        common: dict[str, Any] = dict(bytes=self.nbytes, ranks=len(self.ranks), nodes=1)
         if self.collective:
-            transfers = {None: self.collective}
-        return [
-            _row(
-                self.collective or "send_recv",
-                self.kernel or backend,
-                device,
-                [sample[name] for sample in samples],
-                bytes=self.nbytes,
-                ranks=len(self.ranks),
-                nodes=1,
-                src=flow[0] if flow else None,
-                dst=flow[1] if flow else None,
-                messages=len(self.flows) or 1,
-            )
-            for flow, name in transfers.items()
-        ]
+            seconds = [sample[self.collective] for sample in samples]
+            return [_row(self.collective, self.kernel, device, seconds, messages=1, **common)]
+        rows = []
+        for src, dst in self.flows:
+            seconds = [sample[flow_text((src, dst))] for sample in samples]
+            messages = len(self.flows)
+            rows.append(_row("send_recv", backend, device, seconds, src=src, dst=dst, messages=messages, **common))
+        return rows
 
 
 def _row(operation: str, kernel: str, device: str, seconds: Sequence[float], **fields: Any) -> Measurement:
+    spread_s = None
+    if len(seconds) > 1:
+        spread_s = interquartile_range(seconds)
     return Measurement(
         operation=operation,
         kernel=kernel,
         device=device,
         median_s=float(np.median(seconds)),
-        spread_s=interquartile_range(seconds) if len(seconds) > 1 else None,
+        spread_s=spread_s,
         source=SOURCE,
         **fields,
     )
@@ -156,26 +163,20 @@ def link_points(num_ranks: int, backend: str, max_bytes: int) -> list[LinkPoint]
     sizes, come last.
     """
     sizes = sizes_to(max_bytes)
-    pairs = [(src, dst) for src in range(num_ranks) for dst in range(num_ranks) if src != dst]
-    points = [LinkPoint(kind="send", flows=(pair,), nbytes=size) for size in sizes for pair in pairs]
-    points += [
-        LinkPoint(kind="pairs", flows=flows, nbytes=size)
-        for size in sizes[-_LARGE_SIZES:]
-        for flows in patterns(num_ranks)
-    ]
-    points += [
-        LinkPoint(kind="gather", kernel=kernel, num_ranks=count, nbytes=whole)
-        for count in counts_to(num_ranks)
-        for kernel in (backend, backend + RING)
-        for whole in sorted({size // count * count for size in sizes})
-    ]
-    points += [
-        LinkPoint(kind="reduce", kernel=kernel, num_ranks=num_ranks, nbytes=size // _FP32_BYTES * _FP32_BYTES)
-        for kernel in (backend, backend + RING)
-        for size in sizes
-        if size >= _LEAST_REDUCED
-    ]
     large = sizes[-_LARGE_SIZES:]
+    kernels = (backend, backend + RING)
+    points = []
+    for size, pair in product(sizes, permutations(range(num_ranks), 2)):
+        points.append(LinkPoint(kind="send", flows=(pair,), nbytes=size))
+    for size, flows in product(large, patterns(num_ranks)):
+        points.append(LinkPoint(kind="pairs", flows=flows, nbytes=size))
+    for count, kernel in product(counts_to(num_ranks), kernels):
+        for whole in sorted({size // count * count for size in sizes}):
+            points.append(LinkPoint(kind="gather", kernel=kernel, num_ranks=count, nbytes=whole))
+    for kernel, size in product(kernels, sizes):
+        if size >= _LEAST_REDUCED:
+            nbytes = size // _FP32_BYTES * _FP32_BYTES
+            points.append(LinkPoint(kind="reduce", kernel=kernel, num_ranks=num_ranks, nbytes=nbytes))
     points.append(LinkPoint(kind="issue", flows=((0, 1),), nbytes=SMALLEST_BYTES))
     return sorted(points, key=lambda point: (_turn(point, num_ranks, large), point.guess_s(backend)))
 
@@ -185,15 +186,21 @@ def _turn(point: LinkPoint, num_ranks: int, large: Sequence[int]) -> int:
     if point.kind == "issue":
         return 0
     if point.collective:
-        return 0 if point.num_ranks == num_ranks else 2
+        if point.num_ranks == num_ranks:
+            return 0
+        return 2
     if point.kind == "send" and set(point.flows[0]) == {0, 1}:
         return 0
-    return 1 if point.nbytes in large else 2
+    if point.nbytes in large:
+        return 1
+    return 2
 
 
 def sizes_to(max_bytes: int) -> list[int]:
     """Sizes from 1 KiB in steps of four, and the largest size."""
-    steps = math.ceil(math.log(max_bytes / SMALLEST_BYTES, STEP)) if max_bytes > SMALLEST_BYTES else 0
+    steps = 0
+    if max_bytes > SMALLEST_BYTES:
+        steps = math.ceil(math.log(max_bytes / SMALLEST_BYTES, STEP))
     return [SMALLEST_BYTES * STEP**step for step in range(steps)] + [max_bytes]
 
 
@@ -202,9 +209,11 @@ def patterns(num_ranks: int) -> list[tuple[Flow, ...]]:
 
     The groups are both directions between neighbours, and pairs without a common rank.
     """
-    neighbours = [((rank, rank + 1), (rank + 1, rank)) for rank in range(num_ranks - 1)]
+    groups: list[tuple[Flow, ...]] = [((rank, rank + 1), (rank + 1, rank)) for rank in range(num_ranks - 1)]
     separate = tuple((rank, rank + 1) for rank in range(0, num_ranks - 1, 2))
-    return [*neighbours, separate] if len(separate) > 1 else [*neighbours]
+    if len(separate) > 1:
+        groups.append(separate)
+    return groups
 
 
 # -- the bench
@@ -240,24 +249,30 @@ class LinkBench:
 
     def expected_s(self, point: LinkPoint) -> float:
         """Expected seconds of one sample: of its transfers and of a synchronisation before each."""
-        one_s = point.guess_s(self.backend)
+        transfer_s = point.guess_s(self.backend)
         short_s = LinkPoint(kind="send", flows=((0, 1),), nbytes=1).guess_s(self.backend)
-        return point.repeats(one_s + self.hold_s) * (one_s + self.hold_s + 2 * short_s)
+        return point.repeats(transfer_s + self.hold_s) * (transfer_s + self.hold_s + 2 * short_s)
 
     def sample(self, point: LinkPoint) -> Seconds:
         """Seconds of each message ("0>1") or of the collective: the median of the repeats."""
         repeats = point.repeats(self._last_s.get(point, point.guess_s(self.backend)) + self.hold_s)
         if point.kind == "issue":
             return self._issue(point, repeats)
-        seconds = self._collective(point, repeats) if point.collective else self._exchange(point, repeats)
+        if point.collective:
+            seconds = self._collective(point, repeats)
+        else:
+            seconds = self._exchange(point, repeats)
         self._last_s[point] = max(seconds.values())
         return seconds
 
     def rows(self, samples: Mapping[LinkPoint, Sequence[Seconds]]) -> list[Measurement]:
         """Medians and interquartile ranges, in the order of the points."""
-        results = ((point, samples[point]) for point in self.points() if samples.get(point))
-        about: dict[str, Any] = dict(backend=self.backend, device=self.device_name)
-        return [row for point, seconds in results for row in point.rows(seconds, **about)]
+        rows: list[Measurement] = []
+        for point in self.points():
+            seconds = samples.get(point)
+            if seconds:
+                rows += point.rows(seconds, backend=self.backend, device=self.device_name)
+        return rows
 
     def close(self) -> None:
         """End the processes of the ranks; the next use starts them again."""
@@ -268,11 +283,14 @@ class LinkBench:
     def _exchange(self, point: LinkPoint, repeats: int) -> dict[str, float]:
         """Seconds of each message, from the start of the first one after a synchronisation."""
         arguments = {"flows": point.flows, "nbytes": point.nbytes, "repeats": repeats}
-        times = self.pool.ask(point.ranks, ("exchange", arguments), self.timeout_s)
-        senders = [src for src, _ in point.flows]
-        began_s = np.min([[began for began, _ in times[src]] for src in senders], axis=0)
-        arrived_s = {flow: np.array([arrived for _, arrived in times[flow[1]]]) for flow in point.flows}
-        return {flow_text(flow): float(np.median(ends - began_s)) for flow, ends in arrived_s.items()}
+        answers = self.pool.ask(point.ranks, ("exchange", arguments), self.timeout_s)
+        # By rank: when each repeat began and arrived, shape (repeats, 2).
+        times_s = {rank: np.array(pairs, dtype=float) for rank, pairs in answers.items()}
+        began_s = np.min([times_s[src][:, 0] for src, _ in point.flows], axis=0)
+        seconds = {}
+        for src, dst in point.flows:
+            seconds[flow_text((src, dst))] = float(np.median(times_s[dst][:, 1] - began_s))
+        return seconds
 
     def _issue(self, point: LinkPoint, repeats: int) -> dict[str, float]:
         """Measure the host's seconds per send and per receive."""
@@ -311,15 +329,19 @@ def find_topology(rows: Sequence[Measurement], argument: str = "measurements") -
     slowdowns = _slowdowns(sent)
     if not slowdowns:
         return "switch", "No simultaneous messages were measured: assumed to be a switch."
-    decisive = next(shape for shape in _SHAPES if any(key[0] == shape for key in slowdowns))
-    shares = [math.log(factor) / math.log(key[1]) for key, factor in slowdowns.items() if key[0] == decisive]
-    topology: Topology = "bus" if median(shares) >= _SHARED else "switch"
-    verdict = f"a {topology}{'' if decisive == 'separate' else ' (fewer than four ranks cannot show more)'}"
-    texts = [
-        f"{messages} messages {_SHAPES[shape]} take {factor:.2f} times as long as alone"
-        f" (on a bus {messages}, a switch 1)"
-        for (shape, messages), factor in sorted(slowdowns.items(), reverse=True)
-    ]
+    shares: dict[str, list[float]] = defaultdict(list)  # share of the bandwidth that is common, by shape
+    texts = []
+    for (shape, messages), factor in sorted(slowdowns.items(), reverse=True):
+        shares[shape].append(math.log(factor) / math.log(messages))
+        took = f"{messages} messages {_SHAPES[shape]} take {factor:.2f} times as long as alone"
+        texts.append(f"{took} (on a bus {messages}, a switch 1)")
+    decisive = next(shape for shape in _SHAPES if shape in shares)
+    topology: Topology = "switch"
+    if median(shares[decisive]) >= _SHARED:
+        topology = "bus"
+    verdict = f"a {topology}"
+    if decisive != "separate":
+        verdict += " (fewer than four ranks cannot show more)"
     return topology, f"{'; '.join(texts)}: {verdict}."
 
 
@@ -329,10 +351,12 @@ def _slowdowns(sent: Iterable[Measurement]) -> Slowdowns:
     together: dict[tuple[Any, ...], list[Measurement]] = {}
     for row in sent:
         is_pair = row.ranks in (2, 2 * row.messages) and (row.src, row.dst, row.bytes) in alone
-        if row.messages > 1 and is_pair:
-            shape = "separate" if row.ranks == 2 * row.messages else "both"
-            pair = {row.src, row.dst} if shape == "both" else {}  # the directions of each pair form a group
-            together.setdefault((shape, row.messages, row.bytes, frozenset(pair)), []).append(row)
+        if row.messages == 1 or not is_pair:
+            continue
+        group: tuple[Any, ...] = ("separate", row.messages, row.bytes)
+        if row.ranks != 2 * row.messages:  # the directions of each pair form a group
+            group = ("both", row.messages, row.bytes, frozenset((row.src, row.dst)))
+        together.setdefault(group, []).append(row)
     factors: dict[tuple[str, int], list[float]] = {}
     for (shape, messages, *_), rows in together.items():
         alone_s = geometric_mean(alone[row.src, row.dst, row.bytes] for row in rows)
@@ -351,10 +375,10 @@ def measured_link(rows: Sequence[Measurement], name: str, argument: str = "measu
             sizes.setdefault(row.bytes, []).append(row.median_s)
     if not sizes:
         raise InputError(argument, ABSENT, "send_recv rows, one message at a time")
-    seconds = {nbytes: median(each_s) for nbytes, each_s in sizes.items()}
+    seconds = {nbytes: median(times_s) for nbytes, times_s in sizes.items()}
     return LinkSpec(
         name=name,
-        bandwidth_bytes_per_s=to_digits(max(nbytes / one_s for nbytes, one_s in seconds.items())),
+        bandwidth_bytes_per_s=to_digits(max(nbytes / message_s for nbytes, message_s in seconds.items())),
         latency_s=to_digits(seconds[min(seconds)]),
         source=sources_of(rows),
     )
