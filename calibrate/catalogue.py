@@ -35,6 +35,7 @@ FOLDER = Path(__file__).parents[1] / "kvrsim" / "data" / "types"
 SHAPES: dict[str, Any] = json.loads(FOLDER.with_name("type_shapes.json").read_text("utf-8"))
 # Names of numbers that determine the kinds of layers, not widths.
 _STRUCTURE = re.compile("step|interval|pattern|every|freq|period|offset|_group|max_window|dense_|_dense")
+_MOST_LAYERS = 20  # longer models are shortened before their class is read
 _MAX_LAYERS = 13  # largest number of layers in the comparisons of a template with its class
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -58,18 +59,21 @@ class Symbol(int):
     @property
     def expression(self) -> str:
         """The polynomial as a Python expression."""
-        products = (
-            " * ".join((*([str(count)] if count != 1 or not keys else []), *keys)) for keys, count in self.terms.items()
-        )
+        products = []
+        for keys, count in self.terms.items():
+            factors = list(keys)
+            if count != 1 or not keys:
+                factors.insert(0, str(count))
+            products.append(" * ".join(factors))
         return " + ".join(products) or "0"
 
-    def __add__(self, other: int) -> Any:
+    def __add__(self, other: int) -> int:
         terms = dict(self.terms)
         for keys, count in _terms(other).items():
             terms[keys] = terms.get(keys, 0) + count
         return _polynomial(int(self) + int(other), terms)
 
-    def __mul__(self, other: Any) -> Any:
+    def __mul__(self, other: int) -> int:
         if not isinstance(other, int):
             return NotImplemented
         terms: dict[tuple[str, ...], int] = {}
@@ -79,19 +83,19 @@ class Symbol(int):
                 terms[both] = terms.get(both, 0) + count * times
         return _polynomial(int(self) * int(other), terms)
 
-    def __floordiv__(self, other: int) -> Any:
+    def __floordiv__(self, other: int) -> int:
         return _quotient(self, other)
 
-    def __rfloordiv__(self, other: int) -> Any:
+    def __rfloordiv__(self, other: int) -> int:
         return _quotient(other, self)
 
-    def __sub__(self, other: int) -> Any:
+    def __sub__(self, other: int) -> int:
         return self + -1 * other
 
-    def __rsub__(self, other: int) -> Any:
+    def __rsub__(self, other: int) -> int:
         return -1 * self + other
 
-    def __neg__(self) -> Any:
+    def __neg__(self) -> int:
         return -1 * self
 
     __radd__ = __add__
@@ -104,8 +108,10 @@ class _Numbers(type):
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, int)
 
-    def __call__(cls, *values: Any) -> Any:
-        return values[0] if isinstance(values[0], Symbol) else int(*values)
+    def __call__(cls, *values: Any) -> int:
+        if isinstance(values[0], Symbol):
+            return values[0]
+        return int(*values)
 
 
 class _Int(metaclass=_Numbers):
@@ -113,12 +119,16 @@ class _Int(metaclass=_Numbers):
 
 
 def _terms(number: int) -> dict[tuple[str, ...], int]:
-    return number.terms if isinstance(number, Symbol) else {(): int(number)}
+    if isinstance(number, Symbol):
+        return number.terms
+    return {(): int(number)}
 
 
 def _polynomial(value: int, terms: dict[tuple[str, ...], int]) -> int:
     terms = {keys: count for keys, count in sorted(terms.items()) if count}
-    return Symbol(value, terms) if any(terms) else value
+    if any(terms):
+        return Symbol(value, terms)
+    return value
 
 
 def _quotient(number: int, by: int) -> int:
@@ -128,8 +138,13 @@ def _quotient(number: int, by: int) -> int:
         return _polynomial(value, {keys: count // by for keys, count in terms.items()})
     if terms == _terms(by):
         return 1
-    sides = (one.expression if isinstance(one, Symbol) else str(one) for one in (number, by))
-    return Symbol(value, "(({}) // ({}))".format(*sides))
+    return Symbol(value, f"(({_expression(number)}) // ({_expression(by)}))")
+
+
+def _expression(number: int) -> str:
+    if isinstance(number, Symbol):
+        return number.expression
+    return str(number)
 
 
 class Kind:
@@ -137,25 +152,28 @@ class Kind:
 
     def __init__(self, model_type: str) -> None:
         self.cls = CONFIG_MAPPING[model_type]
-        self.defaults = {
-            one.name: None if one.default is MISSING else one.default
-            for one in fields(self.cls)
-            if one.init and not isinstance(one.default, (list, dict))
-        }
-        names: dict[str, str] = getattr(self.cls, "attribute_map", {})
+        self.defaults: dict[str, Any] = {}
+        for field in fields(self.cls):
+            if field.init and not isinstance(field.default, (list, dict)):
+                self.defaults[field.name] = None if field.default is MISSING else field.default
+        aliases: dict[str, str] = {}  # other names of keys; in some classes the replaced name is a field itself
+        for key, name in getattr(self.cls, "attribute_map", {}).items():
+            if name in self.defaults:
+                aliases[key] = name
+            elif key in self.defaults:
+                aliases[name] = key
         setting_names = sorted(name for name in self.defaults if not re.search(_HARMLESS, name))
         # Widths that are not fields: head_dim if the class reads it, intermediate_size if the class derives it.
         derived = {*vars(self.cls())}
         self.defaults |= dict.fromkeys(({"head_dim"} & {*_legacy(self.cls)}) - derived)
         self.defaults |= dict.fromkeys(({"intermediate_size"} & derived) - {*self.defaults})
+        others = [field.name for field in fields(self.cls) if field.name not in self.defaults]
         self.data: dict[str, Any] = {
             "model_type": model_type,
             "transformers": transformers.__version__,
-            # other names of keys; in some classes the replaced name is a field itself
-            "aliases": {key: name for key, name in names.items() if name in self.defaults}
-            | {name: key for key, name in names.items() if name not in self.defaults and key in self.defaults},
+            "aliases": aliases,
             "legacy": _legacy(self.cls),
-            "known": [*setting_names, *(one.name for one in fields(self.cls) if one.name not in self.defaults)],
+            "known": [*setting_names, *others],
             "defaults": {},
             "variants": [],
         }
@@ -165,12 +183,11 @@ class Kind:
 
     def numbers(self, config: Mapping[str, Any]) -> dict[str, int]:
         """Whole numbers of the configuration with defaults filled in."""
-        values = self.own_names(vars(self.cls.from_dict(dict(config))))
-        return {
-            key: value
-            for key, value in values.items()
-            if type(value) is int and key in self.defaults and not re.search(_HARMLESS, key) and value >= 0
-        }
+        numbers = {}
+        for key, value in self.own_names(vars(self.cls.from_dict(dict(config)))).items():
+            if type(value) is int and value >= 0 and key in self.defaults and not re.search(_HARMLESS, key):
+                numbers[key] = value
+        return numbers
 
     def read(self, config: Mapping[str, Any]) -> ModelSpec:
         return read_class({"model_type": self.data["model_type"], **config}, "")
@@ -185,10 +202,13 @@ class Kind:
 
     def shorten(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """A configuration with at most 20 layers, which the class reads faster."""
-        config, numbers = self.own_names(config), self.numbers(config)
-        for key in (key for key in _LAYERS if numbers.get(key, 0) > 20):
-            lists = {name: one[:20] for name, one in config.items() if _has_length(one, numbers[key])}
-            return {**config, **lists, key: 20}
+        numbers = self.numbers(config)
+        config = self.own_names(config)
+        for key in _LAYERS:
+            count = numbers.get(key, 0)
+            if count > _MOST_LAYERS:
+                lists = {name: value[:_MOST_LAYERS] for name, value in config.items() if _has_length(value, count)}
+                return {**config, **lists, key: _MOST_LAYERS}
         return config
 
     def add(self, config: Mapping[str, Any]) -> str:
@@ -210,9 +230,10 @@ class Kind:
         model.pop("layers")
         model.pop("name")
         variant: dict[str, Any] = {"fixed": self._fixed_values(config, reads, numbers), "model": model}
-        variant["kinds"] = [freeze(one) for one in spec.layer_kinds]
+        variant["kinds"] = list(map(freeze, spec.layer_kinds))
         variant["order"] = self._order(config, spec, numbers)
-        variant["fixed"] = {key: one for key, one in variant["fixed"].items() if key not in variant["order"]["seen"]}
+        for key in variant["order"]["seen"]:
+            variant["fixed"].pop(key, None)
         if variant["order"]["by"] and not isinstance(model["num_hidden_layers"], str):
             model["num_hidden_layers"] = None  # None: as many layers as the list has
         leading = [key for key in variant["order"]["first"] if isinstance(key, str)]
@@ -229,13 +250,18 @@ class Kind:
         default = self.data["defaults"].get(key)
         for other in sorted(_keys_of(default)):
             self._require(other, order)
-        order += [key] if key not in order else []
+        if key not in order:
+            order.append(key)
 
     def _derived_defaults(self, config: Mapping[str, Any], numbers: Mapping[str, int]) -> None:
         """Store expressions for numbers that the class derives from others where a file omits them."""
-        symbols = {key: Symbol(value, key) for key, value in numbers.items() if isinstance(self.defaults[key], int)}
+        given = dict(config)
+        for key, value in numbers.items():
+            given.pop(key, None)
+            if isinstance(self.defaults[key], int):
+                given[key] = Symbol(value, key)
         with patch.object(import_module(self.cls.__module__), "int", _Int, create=True):
-            values = vars(self.cls.from_dict({**{k: v for k, v in config.items() if k not in numbers}, **symbols}))
+            values = vars(self.cls.from_dict(given))
         for key in numbers:
             if not isinstance(self.defaults[key], int) and isinstance(values.get(key), Symbol):
                 self.data["defaults"][key] = freeze(values[key])
@@ -264,22 +290,26 @@ class Kind:
         values: dict[str, list[str]] = {}
         every: list[dict[str, Any]] = []  # lists with one entry per layer: those of the class, then those of the file
         for source in (vars(self.cls.from_dict(dict(config))), dict(config)):
-            lists = {
-                key: value
-                for key, value in self.own_names(source).items()
-                if _has_length(value, count) and all(isinstance(one, (str, int)) for one in value)
-            }
-            values |= {key: sorted({*values.get(key, ()), *map(str, value)}) for key, value in lists.items()}
+            lists = {}
+            for key, value in self.own_names(source).items():
+                if _has_length(value, count) and all(isinstance(entry, (str, int)) for entry in value):
+                    lists[key] = value
+                    values[key] = sorted({*values.get(key, ()), *map(str, value)})
             every.append(lists)
         by: list[str] = []
         table: dict[str, int] = {}
-        varied = [key for key, one in every[0].items() if len({*map(str, one)}) > 1]
-        for names in (*([key] for key in varied), varied) if varied and len(set(kinds)) > 1 else ():
-            rows = [_rows(lists, names) for lists in every if {*names} <= {*lists}]
-            pairs = [(key, kind) for one in rows for key, kind in zip(one, kinds, strict=True)]
+        varied = [key for key, value in every[0].items() if len({*map(str, value)}) > 1]
+        choices: list[list[str]] = []
+        if varied and len(set(kinds)) > 1:
+            choices = [*([key] for key in varied), varied]
+        for names in choices:
+            pairs: list[tuple[str, int]] = []
+            for lists in every:
+                if {*names} <= {*lists}:
+                    pairs += zip(_rows(lists, names), kinds, strict=True)
             table = dict(pairs)
             if all(table[key] == kind for key, kind in pairs):
-                by = list(names)
+                by = names
                 break
         first: list[Any]
         first, cycle = _periodic(kinds)
@@ -289,7 +319,9 @@ class Kind:
         if any(every[1]) and len(set(kinds)) > 1:
             first = list(kinds)
             cycle = []
-        return {"seen": values, "by": by, "kinds": table if by else {}, "first": first, "cycle": cycle}
+        if not by:
+            table = {}
+        return {"seen": values, "by": by, "kinds": table, "first": first, "cycle": cycle}
 
     def _prove(self, config: Mapping[str, Any], variant: dict[str, Any], numbers: list[str]) -> str:
         """Compare the variant with the class for other numbers; fix the numbers for which they disagree."""
@@ -323,9 +355,10 @@ class Kind:
         fixed = {key for key in numbers if key not in free and key not in passed_on}
         if any(usual[key] > _MAX_LAYERS for key in fixed - _keys_of(variant)):  # the number may be the index of a layer
             fixed |= {key for key in numbers if key in _LAYERS}
-        for key in (key for key in fixed if usual[key] or not config.get(key, self.defaults[key])):  # kept by the class
-            variant["fixed"][key] = usual[key]
-            self.data["defaults"].setdefault(key, self.defaults[key])
+        for key in fixed:
+            if usual[key] or not config.get(key, self.defaults[key]):  # the class keeps the value
+                variant["fixed"][key] = usual[key]
+                self.data["defaults"].setdefault(key, self.defaults[key])
         if len(fixed) > len(free):
             self.data["variants"].remove(variant)
             return f"no template follows {', '.join(sorted(fixed))}"
@@ -334,20 +367,25 @@ class Kind:
     def _follows(self, config: Mapping[str, Any], variant: dict[str, Any], keys: list[str]) -> set[str] | None:
         """The keys whose numbers changed while template and class agreed; None: they disagreed for some numbers."""
         draw = random.Random(0)
-        own = _keys_of(variant)
+        in_expressions = _keys_of(variant)
         # Keys that are in no expression may still determine the kinds of layers, such as the first layer with experts.
-        structure = {key for key in keys if _STRUCTURE.search(key) or key not in (*own, *_LAYERS)}
+        structure = {key for key in keys if _STRUCTURE.search(key) or key not in (*in_expressions, *_LAYERS)}
         usual = self.numbers(config)
         changed = set[str]()
         passed = 0
         fixed = {key: usual[key] for key in usual if key not in keys and key in self.defaults}
-        self.data["defaults"] |= {key: self.defaults[key] for key in fixed if key not in self.data["defaults"]}
+        for key in fixed:
+            self.data["defaults"].setdefault(key, self.defaults[key])
         changing = {**variant, "fixed": variant["fixed"] | fixed}
-        others = [one for one in self.data["variants"] if one is not variant]
+        others = [other for other in self.data["variants"] if other is not variant]
         proven = {**self.data, "variants": [*others, changing]}
-        layers = next((key for key in _LAYERS if key in usual), "")
-        count = usual[layers] if layers else len(config.get("".join(variant["order"]["by"][:1]), ()))
-        lists = [name for name, one in config.items() if _has_length(one, count)]
+        layers = ""  # key of the number of layers
+        count = len(config.get("".join(variant["order"]["by"][:1]), ()))
+        for key in reversed(_LAYERS):
+            if key in usual:
+                layers = key
+                count = usual[key]
+        lists = [name for name, value in config.items() if _has_length(value, count)]
         derived = {key for key in keys if str(self.data["defaults"].get(key)).startswith("=")}
         for numbers in _numbers({key: usual[key] for key in keys}, structure, changed, draw):
             if derived and passed % 3 == 1:  # omit numbers that the class derives
@@ -356,7 +394,8 @@ class Kind:
             if layers in keys or not layers:
                 count = draw.randint(8, _MAX_LAYERS)
                 other |= {name: (config[name] * count)[:count] for name in lists}
-                other |= {layers: count} if layers else {}
+                if layers:
+                    other[layers] = count
             try:
                 spec = self.read({**config, **other})
             except Exception:  # the class does not accept these numbers
@@ -399,7 +438,7 @@ def _legacy(cls: Any) -> list[str]:
     """Keys that a class reads in addition to its fields, such as keys of older files."""
     keys = re.findall(r"kwargs\.(?:pop|get)\(\"(\w+)\"", inspect.getsource(cls))
     keys += re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", inspect.getsource(_modeling(cls)))
-    return sorted({*keys} - {one.name for one in fields(cls)})
+    return sorted({*keys} - {field.name for field in fields(cls)})
 
 
 def _recorder(original: Any, reads: set[str]) -> Any:
@@ -413,7 +452,7 @@ def _recorder(original: Any, reads: set[str]) -> Any:
 def _keys_of(data: Any) -> set[str]:
     """Keys in the expressions of a variant or of a default."""
     expressions = re.findall(r'"=([^"]*)"', json.dumps(data))
-    return {name for one in expressions for name in re.findall(r"[A-Za-z_]\w*", one)}
+    return set(re.findall(r"[A-Za-z_]\w*", " ".join(expressions)))
 
 
 def _has_length(value: Any, count: int) -> bool:
@@ -427,9 +466,11 @@ def _rows(lists: Mapping[str, Any], names: Sequence[str]) -> list[str]:
 
 def _periodic(kinds: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """The shortest start and cycle that reproduce the kinds of all layers, with at least two cycles."""
-    sizes = [(start, size) for size in range(1, len(kinds) // 2 + 1) for start in range(len(kinds) - 2 * size + 1)]
+    sizes = []
+    for size in range(1, len(kinds) // 2 + 1):
+        sizes += [(start, size) for start in range(len(kinds) - 2 * size + 1)]
     for start, size in sorted(sizes, key=sum):
-        if all(kinds[one] == kinds[one - size] for one in range(start + size, len(kinds))):
+        if kinds[start + size :] == kinds[start:-size]:
             return list(kinds[:start]), list(kinds[start : start + size])
     return list(kinds), []
 

@@ -115,16 +115,23 @@ class CsvTable:
     def read(cls, path: str | Path, argument: str) -> CsvTable:
         """Read a whole file; raises InputError where it cannot be read or is not a CSV with a header."""
         where = f"{argument} {' '.join(str(path).split())}"
-        # Comments become empty lines, so that line numbers are those of the file.
         text = io.StringIO(_content(path, argument), newline="")
-        reader = csv.reader(("\n" if line.startswith("#") else line for line in text), strict=True)
+        reader = csv.reader(map(_without_comment, text), strict=True)
+        columns: tuple[str, ...] | None = None
+        rows = []
         try:
-            columns = tuple(name.strip() for name in next((line for line in reader if line), []))
-            _check_header(columns, where)
-            rows = tuple(_row(line, columns, f"{where}, line {reader.line_num}") for line in reader if line)
+            for line in reader:
+                if line and columns is None:
+                    columns = tuple(map(str.strip, line))
+                    _check_header(columns, where)
+                elif line and columns is not None:
+                    rows.append(_row(line, columns, f"{where}, line {reader.line_num}"))
+            if columns is None:
+                columns = ()
+                _check_header(columns, where)
         except csv.Error as error:
             raise InputError(f"{where}, line {reader.line_num}", error, "a line of comma-separated values") from None
-        return cls(path=Path(path), where=where, columns=columns, rows=rows)
+        return cls(path=Path(path), where=where, columns=columns, rows=tuple(rows))
 
     @classmethod
     def of_frame(cls, frame: pandas.DataFrame, argument: str) -> CsvTable:
@@ -133,9 +140,9 @@ class CsvTable:
         columns = tuple(map(str, frame.columns))
         _check_header(columns, where)
         records = frame.astype(object).where(frame.notna(), "").itertuples(index=False)
-        rows = (
-            _row(list(map(_cell, record)), columns, f"{where}, row {number}") for number, record in enumerate(records)
-        )
+        rows = []
+        for number, record in enumerate(records):
+            rows.append(_row(list(map(_cell, record)), columns, f"{where}, row {number}"))
         return cls(path=Path("DataFrame"), where=where, columns=columns, rows=tuple(rows))
 
     def need(self, columns: Iterable[str]) -> None:
@@ -153,7 +160,16 @@ class CsvTable:
 
 def _cell(value: object) -> str:
     """A cell of a data frame as text; whole numbers lose the decimals that pandas adds in columns with gaps."""
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value).strip()
+
+
+def _without_comment(line: str) -> str:
+    """The line of a CSV file; a comment becomes an empty line, so that the numbers of lines are those of the file."""
+    if line.startswith("#"):
+        return "\n"
+    return line
 
 
 def _content(path: str | Path, argument: str) -> str:
@@ -180,12 +196,20 @@ def _row(values: list[str], columns: tuple[str, ...], where: str) -> JsonObject:
 
 def parse_cells(row: JsonObject, texts: Collection[str] = ()) -> JsonObject:
     """The row with numbers and truth values instead of their texts, except in the columns `texts`."""
-    return replace(row, fields={name: text if name in texts else _value(text) for name, text in row.fields.items()})
+    fields: dict[str, Any] = {}
+    for name, text in row.fields.items():
+        if name in texts:
+            fields[name] = text
+        else:
+            fields[name] = _value(text)
+    return replace(row, fields=fields)
 
 
 def _value(text: str) -> Any:
     if _NUMBER.fullmatch(text):
-        return int(text) if text.lstrip("+-").isdigit() else float(text)
+        if text.lstrip("+-").isdigit():
+            return int(text)
+        return float(text)
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
@@ -252,7 +276,9 @@ class Measurement:
     @property
     def expected_s(self) -> float:
         """Mean seconds if known, else the median. Only means of single operations add up to the mean of their sum."""
-        return self.median_s if self.mean_s is None else self.mean_s
+        if self.mean_s is not None:
+            return self.mean_s
+        return self.median_s
 
     @property
     def has_loop(self) -> bool:
@@ -261,7 +287,9 @@ class Measurement:
 
     def times(self, factor: float) -> Measurement:
         """The measurement with its times multiplied by a factor."""
-        mean_s = None if self.mean_s is None else self.mean_s * factor
+        mean_s = self.mean_s
+        if mean_s is not None:
+            mean_s *= factor
         return replace(self, median_s=self.median_s * factor, mean_s=mean_s)
 
     def __post_init__(self) -> None:
@@ -271,7 +299,9 @@ class Measurement:
         for name in needed:
             if getattr(self, name) is None:
                 raise InputError(name, ABSENT, f"a value ({self.operation} needs {', '.join(needed)})")
-        dtypes = MEASURED_DTYPES if self.operation == "gemm" else DTYPES
+        dtypes: Sequence[str] = DTYPES
+        if self.operation == "gemm":
+            dtypes = MEASURED_DTYPES
         if self.dtype is not None and self.dtype not in dtypes:
             raise InputError("dtype", self.dtype, ", ".join(dtypes))
         heads = self.num_attention_heads
@@ -373,8 +403,15 @@ _REPEATED = ("command", "date", "threads", "kvrsim", "model_name", "device_state
 
 def read_origins(sources: Iterable[str], argument: str) -> list[dict[str, Any]]:
     """Origins of those SOURCEs (see calibrate.importers) that are files with an origin line."""
-    files = (source.partition("?")[0] for source in sources if not source.startswith(_TABLES))
-    return [origin for file in files if (origin := read_origin(file, argument)) is not None]
+    origins = []
+    for source in sources:
+        if source.startswith(_TABLES):
+            continue
+        file, _, _ = source.partition("?")
+        origin = read_origin(file, argument)
+        if origin is not None:
+            origins.append(origin)
+    return origins
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -394,12 +431,16 @@ class Provenance:
     @property
     def gpu(self) -> GpuSpec | None:
         """The measured GPU, in the format of gpus.json; None: not recorded. Raises InputError for invalid data."""
-        return GpuSpec.read(self.data.child("gpu")) if self.data.has("gpu") else None
+        if not self.data.has("gpu"):
+            return None
+        return GpuSpec.read(self.data.child("gpu"))
 
     @property
     def link(self) -> LinkSpec | None:
         """The measured link, in the format of links.json; None: not recorded."""
-        return LinkSpec.read(self.data.child("link")) if self.data.has("link") else None
+        if not self.data.has("link"):
+            return None
+        return LinkSpec.read(self.data.child("link"))
 
     @property
     def is_hugging_face(self) -> bool:
@@ -434,8 +475,10 @@ class Provenance:
 
 
 def _text(value: object) -> str:
-    text = " ".join((value if isinstance(value, str) else json.dumps(value)).split())
-    return text[:_MAX_TEXT] or "nothing"
+    text = value
+    if not isinstance(text, str):
+        text = json.dumps(value)
+    return " ".join(text.split())[:_MAX_TEXT] or "nothing"
 
 
 # -- the measured GPU and its link
@@ -473,7 +516,9 @@ def gpu_named(device: str, *, num_sms: int | None = None, memory_bytes: int | No
     """
     candidates = [load_gpu(gpu) for gpu in builtin_gpus() if _is_named(gpu, device)]
     gpus = [gpu for gpu in candidates if _agrees(gpu, num_sms, memory_bytes)]
-    return gpus[0] if len(gpus) == 1 else None
+    if len(gpus) != 1:
+        return None
+    return gpus[0]
 
 
 def _agrees(gpu: GpuSpec, num_sms: int | None, memory_bytes: int | None) -> bool:

@@ -118,19 +118,12 @@ def _rows(
     frame: Any, columns: Mapping[str, str], where: str, *, operation: str, source: str, **common: Any
 ) -> list[Measurement]:
     """One measurement per device, kernel and shape. `columns`: the table's column by field of Measurement."""
-    return [
-        measurement_at(
-            where,
-            operation=operation,
-            device=device,
-            kernel=kernel,
-            source=source,
-            **dict(zip(columns, shape, strict=True)),
-            **common,
-            **times,
-        )
-        for (device, kernel, *shape), times in _merge(frame, list(columns.values()))
-    ]
+    measurements = []
+    for (device, kernel, *shape), times in _merge(frame, list(columns.values())):
+        fields = dict(zip(columns, shape, strict=True)) | common | times
+        measurement = measurement_at(where, operation=operation, device=device, kernel=kernel, source=source, **fields)
+        measurements.append(measurement)
+    return measurements
 
 
 def _read_gemm(table: PackageTable) -> list[Measurement]:
@@ -158,8 +151,14 @@ def _read_attention(table: PackageTable) -> list[Measurement]:
 def _preference(kernel: str) -> tuple[int, str]:
     """Sort key of kernels: the preferred kernel has the smallest key; kernels of equal rank are sorted by name."""
     name = kernel.lower()
-    place = next((place for place, part in enumerate(_KERNEL_ORDER) if part in name), len(_KERNEL_ORDER) - 2)
-    return (len(_KERNEL_ORDER) if place == 0 else place), name
+    rank = len(_KERNEL_ORDER) - 2
+    for place, part in enumerate(_KERNEL_ORDER):
+        if part in name:
+            rank = place
+            break
+    if rank == 0:
+        rank = len(_KERNEL_ORDER)
+    return rank, name
 
 
 def _read_nccl(table: PackageTable) -> list[Measurement]:
@@ -167,14 +166,17 @@ def _read_nccl(table: PackageTable) -> list[Measurement]:
     if "device" not in frame:  # the oldest tables do not name the device
         frame = frame.assign(device=table.path.parts[0])
     frame = frame[frame["nccl_dtype"] == "half"]
-    names = ("all_gather", "all_reduce")
-    return [row for name in names for row in _collectives(frame[frame["op_name"] == name], name, table)]
+    gathers = _collectives(frame[frame["op_name"] == "all_gather"], "all_gather", table)
+    reduces = _collectives(frame[frame["op_name"] == "all_reduce"], "all_reduce", table)
+    return gathers + reduces
 
 
 def _read_custom(table: PackageTable) -> list[Measurement]:
     frame = table.read(_COMM_COLUMNS.values(), ["device", "kernel_source", "op_name"])
     in_graph = frame["kernel_source"].str.endswith("_graph")
-    frame = frame[(frame["op_name"] == "all_reduce") & (in_graph if in_graph.any() else ~in_graph)]
+    if in_graph.any():  # as engines run it
+        frame = frame[in_graph]
+    frame = frame[frame["op_name"] == "all_reduce"]
     return _collectives(frame, "all_reduce", table)
 
 
@@ -192,18 +194,26 @@ def with_loop(row: Measurement, framework: str, system: str) -> Measurement:
     if row.operation == "attention" and framework in _ATTENTION_RUNS:
         warmups, repeats = _ATTENTION_RUNS[framework]
         return replace(row, warmups=warmups, repeats=repeats)
-    copies = _copies(row, framework, system) if row.operation == "gemm" else None
-    return row if copies is None else replace(row, warmups=_GEMM_RUNS[0] * copies, repeats=_GEMM_RUNS[1] * copies)
+    if row.operation != "gemm":
+        return row
+    copies = _copies(row, framework, system)
+    if copies is None:
+        return row
+    return replace(row, warmups=_GEMM_RUNS[0] * copies, repeats=_GEMM_RUNS[1] * copies)
 
 
 def _copies(row: Measurement, framework: str, system: str) -> int | None:
     """Copies of the product in one graph; None if the number is not known."""
+    if framework == "vllm" and row.dtype in ("fp8_block", "nvfp4"):
+        return 1
     if framework in ("sglang", "vllm"):
-        return 1 if framework == "vllm" and row.dtype in ("fp8_block", "nvfp4") else _COPIES
+        return _COPIES
     if framework != "trtllm" or system not in _L2_MIB:
         return None
     width = GEMM_TYPES.get(row.dtype or "")
-    element_bytes = _HALF_BYTES if width is None else math.floor(2 * width.weight) / 2  # bytes without scales
+    element_bytes: float = _HALF_BYTES
+    if width is not None:
+        element_bytes = math.floor(2 * width.weight) / 2  # without scales
     nbytes = (row.in_features or 1) * (row.out_features or 1) * element_bytes
     return min(_MOST_COPIES, math.ceil(_L2_MIB[system] * 2**20 / nbytes))
 
@@ -254,15 +264,18 @@ class ExpertRows(Columns):
 
     def call(self) -> ExpertsCall:
         """All rows as one call with arrays of sizes."""
-        one: Any = self  # ExpertsCall declares numbers, but the rates' formula accepts arrays
+        compute = None
+        if self.kind != HALF:
+            compute = self.kind
+        rows: Any = self  # ExpertsCall declares numbers, but the rates' formula accepts arrays
         return ExpertsCall(
             tokens=self.tokens,
-            hidden_size=one.hidden_size,
-            intermediate_size=one.intermediate_size / one.tp_size,
-            gated=one.gated > 0,
-            num_experts=one.num_experts / one.ep_size,
-            num_experts_per_tok=one.num_experts_per_tok / one.ep_size,
-            compute=None if self.kind == HALF else self.kind,
+            hidden_size=rows.hidden_size,
+            intermediate_size=rows.intermediate_size / rows.tp_size,
+            gated=rows.gated > 0,
+            num_experts=rows.num_experts / rows.ep_size,
+            num_experts_per_tok=rows.num_experts_per_tok / rows.ep_size,
+            compute=compute,
         )
 
     @property
@@ -289,14 +302,15 @@ def read_experts(text: str, kinds: Sequence[str] | None = None, argument: str = 
     frame, source = read_table(text, "moe", "moe_perf.parquet", _MOE_COLUMNS.values(), _MOE_TEXTS, argument=argument)
     framework = source.split("/")[-2]
     kind = frame["moe_dtype"].map(TYPES.get)
-    there = [one for one in (HALF, *GEMM_TYPES) if (kind == one).any()]
-    for one in kinds or ():
-        if one not in there:
-            raise InputError(argument, one, f"a type of {text}: {', '.join(there)}")
+    measured = [name for name in (HALF, *GEMM_TYPES) if (kind == name).any()]
+    kinds = kinds or measured
+    for name in kinds:
+        if name not in measured:
+            raise InputError(argument, name, f"a type of {text}: {', '.join(measured)}")
     usable = (frame["num_tokens"] >= LEAST_TOKENS) & frame["distribution"].str.match(r"balanced$|power_law_[0-9.]+$")
     for part in _NOT_READ:
         usable &= ~frame["kernel_source"].str.contains(part)
-    return [_expert_rows(frame[usable & (kind == one)], one, source, framework) for one in (kinds or there)]
+    return [_expert_rows(frame[usable & (kind == name)], name, source, framework) for name in kinds]
 
 
 def _expert_rows(frame: Any, kind: str, source: str, framework: str) -> ExpertRows:
@@ -347,9 +361,9 @@ def read_latent(text: str, form: LatentForm, argument: str = "measurements") -> 
     calls = _CALL_COLUMNS.values()
     frame, source = read_table(text, "mla", "context_mla_perf.parquet", calls, texts, argument=argument)
     frame = frame[(frame["mla_dtype"] == "bfloat16") & (frame["kv_cache_dtype"] == "bfloat16")]
-    frame = frame.assign(
-        kernel_source=f"{form} " + frame["kernel_source"], kv_heads=frame["num_heads"] if form == "expanded" else 1
-    )
+    frame = frame.assign(kernel_source=f"{form} " + frame["kernel_source"], kv_heads=1)
+    if form == "expanded":
+        frame = frame.assign(kv_heads=frame["num_heads"])
     columns = _CALL_COLUMNS | {"num_key_value_heads": "kv_heads"}
     about: dict[str, Any] = {
         "operation": "attention",
@@ -422,14 +436,20 @@ def read_recurrence(text: str, kind: str, argument: str = "measurements") -> Rec
     table, file = TABLES[kind]
     shape = list(_SCAN_COLUMNS.values())
     frame, source = read_table(text, table, file, shape, ["kernel_source", "phase"], argument=argument)
-    rows = [(key, times["median_s"]) for key, times in _merge(frame[frame["phase"] == "context"], shape)]
-    sizes = np.array([key[2:] for key, _ in rows], dtype=float).reshape(-1, len(shape))
+    kernels = []
+    sizes = []
+    seconds = []
+    for (_, kernel, *sizes_of_row), times in _merge(frame[frame["phase"] == "context"], shape):
+        kernels.append(kernel)
+        sizes.append(sizes_of_row)
+        seconds.append(times["median_s"])
+    columns = np.array(sizes, dtype=float).reshape(-1, len(shape)).T
     return RecurrenceRows(
         kind=kind,
         source=source,
-        kernel=np.array([key[1] for key, _ in rows], dtype=object),
-        seconds=np.array([seconds for _, seconds in rows], dtype=float),
-        **dict(zip(_SCAN_COLUMNS, sizes.T, strict=True)),
+        kernel=np.array(kernels, dtype=object),
+        seconds=np.array(seconds, dtype=float),
+        **dict(zip(_SCAN_COLUMNS, columns, strict=True)),
     )
 
 
@@ -458,19 +478,18 @@ def read_module(text: str, module: str, argument: str = "measurements") -> Spars
     dsa_context_module is the module of DeepSeek V3.2 and GLM-5, dsv4_csa and dsv4_hca those of DeepSeek V4, msa that of
     MiniMax M3. Rows of the same shape and texts are merged into their median. Raises InputError as read_table does.
     """
-    table = "msa" if module.startswith("msa") else "sparse_attention"
+    table = "sparse_attention"
+    if module.startswith("msa"):
+        table = "msa"
     texts = ["kernel_source", "op_name", "model", "kv_cache_dtype", "gemm_type"]
     calls = [*_CALL_COLUMNS.values()]
     frame, source = read_table(text, table, f"{module}_perf.parquet", calls, texts, argument=argument)
     merged = frame[frame["batch_size"] == 1].groupby([*calls, *texts], sort=True)["latency"].median().reset_index()
-    chunk, prefix, heads, latency = (
-        merged[column].to_numpy(dtype=float) for column in ("isl", "step", "num_heads", "latency")
-    )
     return SparseRows(
-        chunk=chunk,
-        prefix=prefix,
-        heads=heads,
-        seconds=latency / 1000,
+        chunk=merged["isl"].to_numpy(dtype=float),
+        prefix=merged["step"].to_numpy(dtype=float),
+        heads=merged["num_heads"].to_numpy(dtype=float),
+        seconds=merged["latency"].to_numpy(dtype=float) / 1000,
         source=source,
         texts={column: merged[column].to_numpy(dtype=object) for column in texts},
     )
@@ -526,11 +545,13 @@ class Package:
             root = zipfile.Path(place, folder)
             files = [file.removeprefix(folder) for file in root.root.namelist() if file.startswith(folder)]
         else:
-            folder_of_package = place if (place / _DATA).is_dir() else place / module
+            folder_of_package = place / module
+            if (place / _DATA).is_dir():
+                folder_of_package = place
             root = folder_of_package / _DATA
             files = [file.relative_to(root).as_posix() for file in root.glob("*/*/*/*/*")]
             installed = folder_of_package.parent.glob(f"{name.replace('-', '_')}-*.dist-info")
-            distribution = max((one.name.removesuffix(".dist-info") for one in installed), default="")
+            distribution = max((path.name.removesuffix(".dist-info") for path in installed), default="")
         tables = tuple(PurePosixPath(file) for file in files if file.endswith(".parquet"))
         if not tables:
             raise InputError(argument, place, f"a wheel of {name}, or the folder of an unpacked one")
@@ -602,13 +623,21 @@ class PackageSource:
         if not place and Path(part).exists():
             place = part
             part = ""
-        package = Package.find(word, Path(place) if place else None, f"{argument} {text}")
-        system, *more = part.split("/")
-        if len(more) > 2:
+        path = None
+        if place:
+            path = Path(place)
+        package = Package.find(word, path, f"{argument} {text}")
+        names = part.split("/")
+        if len(names) > 3:
             accepted = f"{word}:[WHEEL:]SYSTEM[/FRAMEWORK[/VERSION]], such as {word}:h100_sxm/vllm"
             raise InputError(argument, text, accepted)
-        framework = more[0] if more else DEFAULT_FRAMEWORK
-        version = more[1] if len(more) == 2 else None
+        system = names[0]
+        framework = DEFAULT_FRAMEWORK
+        version = None
+        if len(names) > 1:
+            framework = names[1]
+        if len(names) > 2:
+            version = names[2]
         tables = [path.parts for path in package.tables if path.parts[2] != "nccl"]
         for what, place_of, name in (("system", 0, system), ("framework", 2, framework), ("version", 3, version)):
             names = sorted({parts[place_of] for parts in tables})
@@ -620,27 +649,38 @@ class PackageSource:
     def table(self, folder: str, file: str) -> PackageTable | None:
         """The table of the source's version, or else of the newest version that has it; None if there is none."""
         tables = self._tables(folder, file)
-        return next((one for one in tables if one.version == self.version), next(iter(tables), None))
+        for table in tables:
+            if table.version == self.version:
+                return table
+        return next(iter(tables), None)
 
     def nccl(self) -> PackageTable | None:
         """The newest NCCL table with all-gathers, or else the newest: some have only all-reduces of a few GPUs."""
         tables = self._tables("comm/nccl", _NCCL_FILE)
-        gathers = (one for one in tables if (one.read([], ["op_name"])["op_name"] == "all_gather").any())
-        return next(gathers, next(iter(tables), None))
+        for table in tables:
+            if (table.read([], ["op_name"])["op_name"] == "all_gather").any():
+                return table
+        return next(iter(tables), None)
 
     def _tables(self, folder: str, file: str) -> list[PackageTable]:
         """The table in all versions, newest first."""
         paths = [path for path in self.package.tables if path.match(f"{self.system}/{folder}/*/{file}")]
         tables = [PackageTable(package=self.package, path=path, argument=self.argument) for path in paths]
-        return sorted(tables, key=lambda one: version_key(one.version), reverse=True)
+        return sorted(tables, key=lambda table: version_key(table.version), reverse=True)
 
 
 def version_key(version: str) -> tuple[tuple[int, ...], tuple[int, int]]:
     """Sort key of versions: 1.2 < 1.3.0rc10 < 1.3.0rc20 < 1.3.0 < 1.3.0.post2."""
+    numbers: tuple[int, ...] = ()
+    rest = version
     release = re.match(r"[0-9]+(?:\.[0-9]+)*", version)
-    numbers = tuple(int(part) for part in release[0].split(".")) if release else ()
-    tag = re.match(r"\.?([a-z]+)\.?([0-9]*)", version[len(release[0]) if release else 0 :])
-    return numbers, (_PRE_RELEASES.get(tag[1], 0), int(tag[2] or 0)) if tag else (0, 0)
+    if release:
+        numbers = tuple(map(int, release[0].split(".")))
+        rest = version.removeprefix(release[0])
+    tag = re.match(r"\.?([a-z]+)\.?([0-9]*)", rest)
+    if not tag:
+        return numbers, (0, 0)
+    return numbers, (_PRE_RELEASES.get(tag[1], 0), int(tag[2] or 0))
 
 
 def _numbers(written: Any, where: str) -> Any:
@@ -668,5 +708,7 @@ def _merge(frame: Any, shape: list[str]) -> Iterable[tuple[tuple[Any, ...], dict
     times = frame.groupby(keys, sort=False)["latency"].agg(["median", "std"]).reset_index()
     columns = [times[name].tolist() for name in (*keys, "median", "std")]
     for *key, median, deviation in zip(*columns, strict=True):
-        spread = deviation / 1000 if deviation == deviation else None  # a single row has no deviation: nan
-        yield tuple(key), {"median_s": median / 1000, "spread_s": spread}
+        seconds = {"median_s": median / 1000, "spread_s": None}
+        if not math.isnan(deviation):  # a single row has no deviation
+            seconds["spread_s"] = deviation / 1000
+        yield tuple(key), seconds

@@ -67,8 +67,9 @@ class Campaign:
 
     def journal(self) -> Journal:
         """Journal of this campaign's samples; the caller that uses the CSV removes the journal."""
-        about = {key: value for key, value in self.about.items() if key != "date"}
-        return Journal(Path(f"{self.output}.journal"), {"campaign": self.title} | about)
+        about = {"campaign": self.title, **self.about}
+        about.pop("date", None)
+        return Journal(Path(f"{self.output}.journal"), about)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +86,9 @@ class Outcome:
     def median_spread(self) -> float | None:
         """Median over all rows of interquartile range / median of the repeats."""
         spreads = [row.spread_s / row.median_s for row in self.rows if row.spread_s is not None]
-        return round(median(spreads), 4) if spreads else None
+        if not spreads:
+            return None
+        return round(median(spreads), 4)
 
 
 def within_budget(bench: Bench, budget_s: float) -> list[Point]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,9 @@ def _chunks(max_context: int) -> list[int]:
     chunks = []
     chunk = _LEAST_CHUNK
     while chunk <= max_context:
-        chunks += [one for one in (chunk, chunk * 3 // 2) if one <= max_context]
+        chunks.append(chunk)
+        if chunk * 3 // 2 <= max_context:
+            chunks.append(chunk * 3 // 2)
         chunk *= 2
     return chunks or [max_context]
 
@@ -102,8 +105,12 @@ def _block_points(points: Sequence[Point]) -> list[Point]:
     """
     longest = max(point.chunk + point.prefix for point in points)
     kernels = sorted({point.kernel for point in points} - {"eager"})
-    sizes = [longest // part for part in (2, 4, 8) if longest // part >= _LEAST_CHUNK]
-    return [Point(kernel=kernel, chunk=size, prefix=size, kind="block") for kernel in kernels for size in sizes]
+    points_of_blocks = []
+    for kernel, part in product(kernels, (2, 4, 8)):
+        size = longest // part
+        if size >= _LEAST_CHUNK:
+            points_of_blocks.append(Point(kernel=kernel, chunk=size, prefix=size, kind="block"))
+    return points_of_blocks
 
 
 def _pending_points(points: Sequence[Point]) -> list[Point]:
@@ -145,8 +152,9 @@ class ComputeBench:
             first, *rest = points
             return [first, *_block_points(points), *rest]
         hosts = [Point(kernel=kernel, chunk=HOST_CHUNK, prefix=0, kind="host") for kernel in self.setup.kernels]
-        pending = _pending_points(points) if self.setup.num_gpus > 1 else []
-        return [*hosts, *pending, *points]
+        if self.setup.num_gpus > 1:
+            hosts += _pending_points(points)
+        return [*hosts, *points]
 
     def expected_s(self, point: Point) -> float:
         """Estimated seconds: FLOPs at the probe's rate, and heating; eager kernels are assumed to take longer."""
@@ -155,12 +163,18 @@ class ComputeBench:
         heads = model.num_attention_heads * model.head_dim
         if at.kind == "block":
             return 2 * 1.5 * 4.0 * heads * at.chunk * at.prefix / self._rate
-        slower = 4.0 if at.kernel == "eager" else 1.5
+        slower = 1.5
+        if at.kernel == "eager":
+            slower = 4.0
         rows = 2.0 * model.layers[0].active_parameters * at.chunk
         scores = 4.0 * heads * at.chunk * (at.prefix + at.chunk)
         forward_s = self._least_s + LAYERS * (rows + slower * scores) / self._rate
-        forwards_s = forward_s * (2 if forward_s < _MARKED_S else 1)
-        return forwards_s + (HEAT_S if self._heats(at, forward_s) else 0.0)
+        expected_s = forward_s
+        if forward_s < _MARKED_S:
+            expected_s += forward_s
+        if self._heats(at, forward_s):
+            expected_s += HEAT_S
+        return expected_s
 
     def sample(self, point: Point) -> Seconds:
         """Time one forward, on a GPU at the clock of a long prefill; the first forward of a point is not counted.
@@ -223,8 +237,11 @@ class ComputeBench:
         seconds = []
         for chunk in (1, tokens):
             at = Point(kernel=self.setup.kernels[0], chunk=chunk, prefix=0)
-            times = [self.timer.forward(at) for _ in range(3)]
-            seconds.append(min(sum(one[name] for name in _OUTSIDE) + LAYERS * one["layer"] for one in times))
+            forwards_s = []
+            for _ in range(3):
+                times = self.timer.forward(at)
+                forwards_s.append(sum(times[name] for name in _OUTSIDE) + LAYERS * times["layer"])
+            seconds.append(min(forwards_s))
         flops = LAYERS * 2.0 * self.setup.model.layers[0].active_parameters * tokens
         self._least_s = seconds[0]
         self._rate = flops / max(seconds[1] - seconds[0], 0.1 * seconds[1])
@@ -278,7 +295,10 @@ class _Rows:
             unmarked = _without_marks(seconds)
             self.chunks.setdefault(point.chunk, []).extend(unmarked)
             for operation in _BY_POINT:
-                self._add(operation, operation, unmarked, **call, **(heads if operation == "attention" else {}))
+                fields = call
+                if operation == "attention":
+                    fields = call | heads
+                self._add(operation, operation, unmarked, **fields)
 
     def add_chunks(self) -> None:
         """Add rows of products, element-wise kernels and cache updates per chunk, and of the logits of one token."""
@@ -294,7 +314,7 @@ class _Rows:
             self._add("cache_append", "cache_append", samples, kernel="torch", chunk=chunk, prefix=0, bytes=copied)
         if self.chunks:
             head = self.model.lm_head
-            every = [seconds for samples in self.chunks.values() for seconds in samples]
+            every = list(chain.from_iterable(self.chunks.values()))
             sizes = {"in_features": head.in_features, "out_features": head.out_features}
             self._add("head", "head", every, kernel="torch.nn.Linear", **sizes)
 
@@ -304,7 +324,7 @@ class _Rows:
 
     def _add(self, operation: str, name: str, samples: Sequence[Seconds], **fields: Any) -> None:
         """Add a row, unless nothing was measured, such as rotary embedding under ALiBi."""
-        seconds = [one[name] for one in samples]
+        seconds = [sample[name] for sample in samples]
         low, median_s, high = quartiles(seconds)
         if median_s > _LEAST_S:
             fence_s = _FENCE * (high - low)  # Tukey's fences: outliers are clipped to them
@@ -318,13 +338,21 @@ def _without_marks(rows: Sequence[Seconds]) -> list[Seconds]:
 
     Marks only add time: a longer time without marks is noise, and nothing is scaled up.
     """
-    layers_s = [(one["layer"], one[BARE_LAYER]) for one in rows if BARE_LAYER in one]
-    if not layers_s:
+    timed_twice = [seconds for seconds in rows if BARE_LAYER in seconds]
+    if not timed_twice:
         return list(rows)
-    marked_s, bare_s = (float(np.median(seconds)) for seconds in zip(*layers_s, strict=True))
+    marked_s = float(np.median([seconds["layer"] for seconds in timed_twice]))
+    bare_s = float(np.median([seconds[BARE_LAYER] for seconds in timed_twice]))
     factor = min(1.0, bare_s / marked_s)
-    scaled = [{name: seconds * (1.0 if name in _OUTSIDE else factor) for name, seconds in one.items()} for one in rows]
-    return [{name: seconds for name, seconds in one.items() if name != BARE_LAYER} for one in scaled]
+    scaled: list[Seconds] = []
+    for seconds in rows:
+        parts = dict(seconds)
+        parts.pop(BARE_LAYER, None)
+        for name in parts:
+            if name not in _OUTSIDE:
+                parts[name] *= factor
+        scaled.append(parts)
+    return scaled
 
 
 def traffic_of(model: ModelSpec) -> dict[str, float]:

@@ -242,7 +242,9 @@ class LayerParts:
         """bare: mark whole layers only, which takes little of the host's time."""
         self.model = model
         self.geometry = geometry
-        self.parts = () if bare else tuple(_parts(geometry.layers(model)[0], geometry))
+        self.parts: tuple[HookedModule, ...] = ()
+        if not bare:
+            self.parts = tuple(_parts(geometry.layers(model)[0], geometry))
 
     def hooked(self, clock: MarkRecorder) -> AbstractContextManager[None]:
         """Hook the model's modules: they mark the clock while the context is open."""
@@ -279,7 +281,9 @@ class LayerParts:
         seconds: dict[str, list[float]] = {}
         for part in self.parts:
             if part.kind == "norm" or part.shape is not None:
-                name = "norm" if part.shape is None else f"gemm {part.shape[0]} {part.shape[1]}"
+                name = "norm"
+                if part.shape is not None:
+                    name = f"gemm {part.shape[0]} {part.shape[1]}"
                 seconds.setdefault(name, []).append(at.of(part.name))
         mlp = sum(at.of(part.name) for part in self.parts if part.kind == "mlp")
         inside = sum(at.of(part.name) for part in self.parts if part.kind == "gemm" and _is_in_mlp(part))
@@ -297,7 +301,7 @@ class LayerParts:
             "activation": max(mlp - inside, 0.0),
             "rotary": max(before - self._timed_s(at, "before"), 0.0),
             "residual": max(after - self._timed_s(at, "after"), 0.0),
-            **{name: fmean(each_s) for name, each_s in seconds.items()},
+            **{name: fmean(parts_s) for name, parts_s in seconds.items()},
         }
 
     def _timed_s(self, at: _Spans, where: str) -> float:
@@ -322,7 +326,9 @@ def _parts(layer: Any, geometry: Geometry) -> Iterator[HookedModule]:
     assert attention is not None
     inside = {id(module) for module in attention.modules()}
     for name, module in layer.named_modules():
-        where = "before" if id(module) in inside and module is not output else "after"
+        where = "after"
+        if id(module) in inside and module is not output:
+            where = "before"
         if isinstance(module, nn.Linear):
             yield HookedModule(kind="gemm", where=where, name=name, shape=(module.in_features, module.out_features))
         elif name == "mlp":

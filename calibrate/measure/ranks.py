@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import chain, permutations
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class LinkRank:
         notice_s = _NOTICE * setup.timeout_s
         everyone = list(range(num_ranks))
         self.meeting = dist.new_group(everyone, backend="gloo", timeout=timedelta(seconds=notice_s))
-        edges = [(src, dst) for src in everyone for dst in everyone if src != dst]
+        edges = list(permutations(everyone, 2))
         self.links = LinkGroups(
             rank=self.rank,
             backend=backend,
@@ -131,9 +132,14 @@ class LinkRank:
         Returns, for each repeat, the moment at which this rank's device comes to its message, and the arrival of the
         message that this rank receives, or None.
         """
-        ranks = sorted({rank for flow in flows for rank in flow})
-        to = next((flow for flow in flows if flow[0] == self.rank), None)
-        come = next((flow for flow in flows if flow[1] == self.rank), None)
+        ranks = sorted(set(chain.from_iterable(flows)))
+        to = None
+        come = None
+        for src, dst in flows:
+            if src == self.rank:
+                to = (src, dst)
+            if dst == self.rank:
+                come = (src, dst)
         times = []
         for _ in range(repeats):
             self._start()

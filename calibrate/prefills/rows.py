@@ -20,6 +20,8 @@ import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +85,8 @@ class PrefillRow:
         """The row with missing values from the defaults. Raises InputError for a required value that both lack."""
         missing: dict[str, Any] = {name: defaults.get(name) for name in COLUMNS[:-1] if getattr(self, name) is None}
         row = replace(self, **missing)
-        row = row if row.model else replace(row, model=row.likely_model)
+        if not row.model:
+            row = replace(row, model=row.likely_model)
         for name, option in (("model", "model"), ("context_len", "ctx")):
             if getattr(row, name) is None:
                 raise InputError(f"{self.where}: {name}", ABSENT, f"a value, or one for all rows: `{option}`")
@@ -92,15 +95,21 @@ class PrefillRow:
     @property
     def strategy_name(self) -> str:
         """The row's strategy; by default `tp`, as in engines, or `single` on one GPU."""
-        return self.strategy or ("tp" if (self.num_gpus or 1) > 1 else "single")
+        if self.strategy:
+            return self.strategy
+        if (self.num_gpus or 1) > 1:
+            return "tp"
+        return "single"
 
     @property
     def case(self) -> str:
         """Description of the row's case."""
         gpus = self.num_gpus or 1
         parts = [f"{self.model} {self.context_len} {self.strategy_name} on {gpus} GPU{'s' * (gpus > 1)}"]
-        parts += [f"batch {self.batch}"] if (self.batch or 1) > 1 else []
-        parts += [f"{self.cached_prefix} cached"] if self.cached_prefix else []
+        if (self.batch or 1) > 1:
+            parts.append(f"batch {self.batch}")
+        if self.cached_prefix:
+            parts.append(f"{self.cached_prefix} cached")
         return ", ".join(parts)
 
 
@@ -134,13 +143,14 @@ def add_requests(output: Output, requests: Sequence[tuple[int, float]], where: s
     ordered = sorted(requests)
     lengths = sorted({length for length, _ in ordered})
     if len(lengths) <= MOST_GROUPS:
-        groups = [[pair for pair in ordered if pair[0] == length] for length in lengths]
+        groups = [list(group) for _, group in groupby(ordered, key=itemgetter(0))]
     else:
         size = -(-len(ordered) // MOST_GROUPS)
         groups = [ordered[first : first + size] for first in range(0, len(ordered), size)]
         output.note(f"{len(lengths)} prompt lengths, put into {len(groups)} groups of up to {size} requests")
     for group in groups:
-        length, seconds = (statistics.median(column) for column in zip(*group, strict=True))
+        length = statistics.median(tokens for tokens, _ in group)
+        seconds = statistics.median(ttft_s for _, ttft_s in group)
         output.add(where, seconds, context_len=round(length), batch=1, likely_model=model)
 
 
@@ -157,10 +167,14 @@ def known_model(name: object) -> str | None:
 
     An id that names a quantisation, such as Qwen/Qwen3-32B-FP8, stays as it is.
     """
-    shape = known_shape(name) if isinstance(name, str) else None
+    if not isinstance(name, str):
+        return None
+    shape = known_shape(name)
     if shape is None:
         return None
-    return shape.shape if shape.suffix is None else str(name)
+    if shape.suffix is None:
+        return shape.shape
+    return name
 
 
 # -- readers of each benchmark's output
@@ -177,7 +191,10 @@ def _vllm_latency(data: JsonObject, output: Output) -> None:
     the command's --input-len and --batch-size: the user gives them as `--ctx` and `--batch`.
     """
     latencies = data.numbers("latencies")
-    seconds = statistics.median(latencies) if latencies else data.number("avg_latency")
+    if latencies:
+        seconds = statistics.median(latencies)
+    else:
+        seconds = data.number("avg_latency")
     output.note("taken as times to first token; that holds for `vllm bench latency --output-len 1` only")
     output.add(data.where, seconds)
 
@@ -233,8 +250,10 @@ def _requests(data: JsonObject) -> list[tuple[int, float]]:
     if len(seconds) != len(lengths):
         raise data.error("input_lens", f"an array with a length for each of the {len(seconds)} ttfts")
     queued = _waits(data, len(seconds)) or [0.0] * len(seconds)
-    rows = zip(lengths, seconds, queued, strict=True)
-    pairs = [(round(length), one - wait_s) for length, one, wait_s in rows if one > wait_s]
+    pairs = []
+    for length, ttft_s, wait_s in zip(lengths, seconds, queued, strict=True):
+        if ttft_s > wait_s:
+            pairs.append((round(length), ttft_s - wait_s))
     if not pairs:
         raise data.error("ttfts", "an array with a time above 0: that of a request that was answered")
     return pairs
@@ -243,11 +262,11 @@ def _requests(data: JsonObject) -> list[tuple[int, float]]:
 def _waits(data: JsonObject, count: int) -> list[float] | None:
     """Seconds of each request in the server's queue, 0 where the value is null; None if the file has no values."""
     seconds: list[float | None] = data.get("server_queue_times", list[NonNegative | None], [])
-    if all(one is None for one in seconds):
+    if all(wait_s is None for wait_s in seconds):
         return None
     if len(seconds) != count:
         raise data.error("server_queue_times", f"an array with seconds, or null, for each of the {count} ttfts")
-    return [one or 0.0 for one in seconds]
+    return [wait_s or 0.0 for wait_s in seconds]
 
 
 def _note_queues(rate: object, concurrency: object, typical_s: float, output: Output) -> None:
@@ -288,11 +307,12 @@ def _aiperf(data: JsonObject, output: Output) -> None:
     if length.has("std") and length.number("std", allow_zero=True) > _MIXED * tokens:
         output.note("prompts of unlike lengths: one mean stands for them; give profile_export.jsonl of AIPerf instead")
     seconds = seconds_of(ttft, "p50", "avg")
-    config = data.fields.get("input_config")
-    settings = config if isinstance(config, dict) else {}
-    names = _inner(settings, "endpoint").get("model_names")
+    settings = _inner(data.fields, "input_config")
+    name = _inner(settings, "endpoint").get("model_names")
+    if isinstance(name, list) and name:
+        name = name[0]
     load = _inner(settings, "loadgen")
-    model = known_model(names[0] if isinstance(names, list) and names else names)
+    model = known_model(name)
     output.add(data.where, seconds, context_len=max(1, round(tokens)), batch=1, likely_model=model)
     rate = load.get("request_rate")
     concurrency = load.get("concurrency")
@@ -309,13 +329,16 @@ def _aiperf_request(data: JsonObject, output: Output) -> None:
     output.requests.append((tokens, seconds_of(metrics.child("time_to_first_token"), "value")))
 
 
-def _inner(outer: dict[str, object], key: str) -> dict[str, object]:
+def _inner(outer: Mapping[str, object], key: str) -> Mapping[str, object]:
     value = outer.get(key)
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
+Reader = Callable[[JsonObject, Output], None]
 # Reader of a format by the tool that writes it; keys that identify the format come first, and all of them are required.
-FORMATS: Mapping[str, tuple[tuple[str, ...], Callable[[JsonObject, Output], None]]] = {
+FORMATS: Mapping[str, tuple[tuple[str, ...], Reader]] = {
     "sglang.bench_one_batch": (("prefill_latency", "input_len"), _sglang),
     "vllm bench serve, detailed": (("ttfts", "input_lens"), _vllm_serve),
     "vllm bench serve": (("mean_ttft_ms", "completed"), _vllm_serve),
@@ -352,7 +375,9 @@ def read_prefills(
     columns: "ROLE=COLUMN,..." for CSV files and data frames, such as "ttft_s=latency". Raises InputError naming
     `argument`, the file, and the line, column or key.
     """
-    named = {} if columns is None else parse_columns(columns, _USUAL)
+    named: Mapping[str, RoleColumn] = {}
+    if columns is not None:
+        named = parse_columns(columns, _USUAL)
     if named and all(isinstance(source, str | Path) and _is_json(source) for source in sources):
         raise InputError("columns", columns, "nothing without a CSV file or a data frame: keys of benchmarks are known")
     rows: list[PrefillRow] = []
@@ -363,8 +388,10 @@ def read_prefills(
             rows += part.rows
             notes += part.notes
         else:
-            reader = CsvTable.read if isinstance(source, str | Path) else CsvTable.of_frame
-            table = reader(source, argument)
+            if isinstance(source, str | Path):
+                table = CsvTable.read(source, argument)
+            else:
+                table = CsvTable.of_frame(source, argument)
             in_table = _table(table, named, defaults.get("context_len"))
             rows += in_table.rows
             notes += in_table.notes
@@ -372,7 +399,10 @@ def read_prefills(
         raise InputError(argument, ", ".join(map(str, sources)) or ABSENT, "files with one measured prefill or more")
     if len(rows) > MOST_ROWS:
         raise InputError(argument, f"{len(rows)} rows", f"at most {MOST_ROWS}")
-    guessed = {row.likely_model for row in rows if row.likely_model and not (row.model or defaults.get("model"))}
+    guessed = set()
+    for row in rows:
+        if row.likely_model and not row.model and not defaults.get("model"):
+            guessed.add(row.likely_model)
     notes += [f"the model is taken to be {model}, by its name in the file" for model in sorted(guessed)]
     return PrefillRows(rows=tuple(row.fill(defaults) for row in rows), notes=tuple(dict.fromkeys(notes)))
 
@@ -395,8 +425,11 @@ def _table(table: CsvTable, named: Mapping[str, RoleColumn], context_len: int | 
     read = {column.name: role for role, column in columns.items()}
     renamed = [f"{name} as {role}" for name, role in read.items() if name != role]
     unread = [name for name in table.columns if name and name not in read]
-    texts = {"columns read": renamed, "columns that are not read": unread}
-    notes = [f"{table.path.name}: {text}: {', '.join(names)}" for text, names in texts.items() if names]
+    notes = []
+    if renamed:
+        notes.append(f"{table.path.name}: columns read: {', '.join(renamed)}")
+    if unread:
+        notes.append(f"{table.path.name}: columns that are not read: {', '.join(unread)}")
     rows = [_csv_row(CsvRow(row=row, columns=columns), context_len) for row in table.rows]
     return PrefillRows(rows=tuple(rows), notes=tuple(notes))
 
@@ -424,16 +457,19 @@ class CsvRow:
 
     def seconds(self, role: str) -> float:
         """A time above 0 and at most MAX_SECONDS, in seconds; without a unit the values are seconds."""
+        seconds = self.number(role)
         unit_s = self.columns[role].unit_s
-        seconds = self.number(role) * (1.0 if unit_s is None else unit_s)
+        if unit_s is not None:
+            seconds *= unit_s
         if not 0 < seconds <= MAX_SECONDS:
             raise self.error(role, f"a time above 0 and of at most {MAX_SECONDS:g} s")
         return seconds
 
     def error(self, role: str, accepted: str) -> InputError:
         """Error for the value of a role."""
-        name = self.columns[role].name if role in self.columns else role
-        return self.row.error(name, accepted)
+        if role in self.columns:
+            return self.row.error(self.columns[role].name, accepted)
+        return self.row.error(role, accepted)
 
 
 def _csv_row(row: CsvRow, context_len: int | None) -> PrefillRow:
@@ -452,19 +488,25 @@ def _csv_row(row: CsvRow, context_len: int | None) -> PrefillRow:
         get_strategy(texts["strategy"], row.place("strategy"))
     values: dict[str, Any] = {**texts, **sizes}
     ttft_s = _prefill_s(row, sizes.get("context_len", context_len))
-    time = row.columns["ttft_s"]
-    return PrefillRow(ttft_s=ttft_s, where=row.row.where, unitless=time.name if time.unit_s is None else None, **values)
+    unitless = None
+    if row.columns["ttft_s"].unit_s is None:
+        unitless = row.columns["ttft_s"].name
+    return PrefillRow(ttft_s=ttft_s, where=row.row.where, unitless=unitless, **values)
 
 
 def _prefill_s(row: CsvRow, context_len: int | None) -> float:
     """The row's TTFT; with several users, the seconds of one prefill, derived from their mean TTFT."""
     mean_s = row.seconds("ttft_s")
-    users = parse_count(row.text("concurrency"), row.place("concurrency")) if row.has("concurrency") else 1
+    users = 1
+    if row.has("concurrency"):
+        users = parse_count(row.text("concurrency"), row.place("concurrency"))
     if users == 1:
         return mean_s
     if not row.has("tpot_s"):
         raise row.error("tpot_s", f"seconds per output token, without which a mean TTFT of {users} users is no prefill")
-    output_tokens = row.number("output_tokens") if row.has("output_tokens") else OUTPUT_TOKENS
+    output_tokens: float = OUTPUT_TOKENS
+    if row.has("output_tokens"):
+        output_tokens = row.number("output_tokens")
     loop = ClosedLoop(users=users, tpot_s=row.seconds("tpot_s"), output_tokens=output_tokens, prompt_tokens=context_len)
     seconds = loop.prefill_s(mean_s)
     if seconds is None:
@@ -477,15 +519,21 @@ def _output(path: str | Path, argument: str) -> Output:
     output = Output(path=Path(path))
     where = f"{argument} {' '.join(str(path).split())}"
     objects = _objects(Path(path), argument, where)
-    for one in objects:
-        reader = next((function for keys, function in FORMATS.values() if all(map(one.has, keys))), None)
-        if reader is None:
-            accepted = "; ".join(f"{title} ({', '.join(keys)})" for title, (keys, _) in FORMATS.items())
-            raise InputError(f"{one.where}: keys", ", ".join(one.fields) or ABSENT, accepted)
-        reader(one, output)
+    for data in objects:
+        reader = _reader_of(data)
+        reader(data, output)
     if output.requests:
         add_requests(output, output.requests, where)
     return output
+
+
+def _reader_of(data: JsonObject) -> Reader:
+    """The reader of the first of FORMATS whose keys the object has; raises InputError if it has those of none."""
+    for keys, reader in FORMATS.values():
+        if all(map(data.has, keys)):
+            return reader
+    accepted = "; ".join(f"{title} ({', '.join(keys)})" for title, (keys, _) in FORMATS.items())
+    raise InputError(f"{data.where}: keys", ", ".join(data.fields) or ABSENT, accepted)
 
 
 def _objects(path: Path, argument: str, where: str) -> list[JsonObject]:

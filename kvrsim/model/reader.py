@@ -12,14 +12,14 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib import import_module
 from inspect import signature
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
@@ -38,6 +38,9 @@ from transformers.utils import logging
 from kvrsim.model.gemm import Gemm, Split
 from kvrsim.model.mixers import Attention, CompressedAttention, Indexer, LatentAttention, Mixer, Recurrence
 from kvrsim.model.spec import LayerSpec, ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 TOKENS = 16  # tokens of the prefill that the reader runs
 HYPER = "hyper-connections are counted as element-wise traffic of the residual streams"
@@ -87,10 +90,21 @@ class _Sizes(TorchFunctionMode):  # type: ignore[misc]  # torch has no types
         super().__init__()
         self._known: dict[int, tuple[tuple[int, ...], torch.Tensor]] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         if func in _FACTORIES:
-            size = (kwargs or {}).get("size", args[0] if args and isinstance(args[0], (tuple, list)) else args)
+            size = args
+            if "size" in kwargs:
+                size = kwargs["size"]
+            elif args and isinstance(args[0], (tuple, list)):
+                size = args[0]
             if len(size) == result.dim():
                 self._known[_storage(result)] = (tuple(size), result)
         return result
@@ -110,7 +124,13 @@ def _storage(tensor: torch.Tensor) -> int:
 class _Values(TorchDispatchMode):  # type: ignore[misc]
     """Zeros where a class reads a value of a tensor, since meta tensors have no values."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 0
         if func is torch.ops.aten.nonzero.default:
@@ -128,13 +148,17 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
         self.products: Counter[int] = Counter()  # FLOPs of products with a weight, by the weight's storage
         self.uses: set[tuple[int, str]] = set()  # storages of weights, each with the modules that ran while it was used
         self.others: Counter[str] = Counter()  # FLOPs of products of activations with each other, by module
-        self.inputs: dict[str, Any] = {}  # first input tensor of a module, or what a norm made it from, by module
+        self.inputs: dict[
+            str, torch.Tensor | None
+        ] = {}  # first input tensor of a module, or what a norm made it from, by module
         self.outputs: dict[str, Any] = {}  # outputs of modules, by name
         self.rotary: set[str] = set()  # modules in which queries and keys are rotated
         self.alibi = False
         self.cache: Any = None
         self._running = [""]
-        self._before_norm: dict[int, tuple[Any, Any]] = {}  # input and output of norms, by the id of the output
+        self._before_norm: dict[
+            int, tuple[torch.Tensor | None, object]
+        ] = {}  # input and output of norms, by the id of the output
         with ExitStack() as stack:
             for name, module in model.named_modules(remove_duplicate=False):
                 before = module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)
@@ -150,35 +174,42 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
             output = model(input_ids=torch.zeros((1, TOKENS), dtype=torch.long, device="meta"), use_cache=True)
         self.cache = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
 
-    def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin(self, name: str, _: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
         self.order.setdefault(name, len(self.order))
         self._running.append(name)
-        inputs = (*args, *kwargs.values())
-        first = next((value for value in inputs if isinstance(value, torch.Tensor)), None)
-        self.inputs.setdefault(name, self._before_norm.get(id(first), (first,))[0])
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        first = None
+        if tensors:
+            first = tensors[0]
+        if id(first) in self._before_norm:
+            first, _ = self._before_norm[id(first)]
+        self.inputs.setdefault(name, first)
 
-    def _end(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _end(self, name: str, module: nn.Module, args: Sequence[object], output: object) -> None:
         self._running.pop()
         self.outputs[name] = output
         if "norm" in type(module).__name__.lower():
             self._before_norm[id(output)] = (self.inputs[name], output)
 
-    def _watch(self, function: Any, name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def _watch(self, function: Callable[..., object], name: str) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
             self.rotary.update(self._running)
             self.alibi |= "alibi" in name
             return function(*args, **kwargs)
 
         return call
 
-    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+    def _count_flops(
+        self, func_packet: Callable[..., object], out: object, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
         if func_packet in self.flop_registry and "convolution" not in str(func_packet):
             flops = self.flop_registry[func_packet](*args, **kwargs, out_val=out)
             factors = [_storage(factor) for factor in args if isinstance(factor, torch.Tensor)][-2:]
-            weight = next((storage for storage in factors if storage in self.weights), None)
-            if weight is None:
+            weights = [storage for storage in factors if storage in self.weights]
+            if not weights:
                 self.others[self._running[-1]] += flops
             else:
+                weight = weights[0]
                 self.products[weight] += flops
                 self.uses.update((weight, name) for name in self._running)
                 self.order.setdefault(self.weights[weight], len(self.order))
@@ -193,7 +224,7 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
         return sum(flops for name, flops in self.others.items() if _inside(name, place))
 
 
-def build(keys: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
+def build(keys: Mapping[str, Any]) -> tuple[PreTrainedConfig, nn.Module, _Sizes]:
     """The configuration, the class on the meta device, and the sizes of its tensors."""
     keys = dict(keys)
     for key in {"hidden_act", "hidden_activation", "activation_function"} & keys.keys():
@@ -227,7 +258,7 @@ def build(keys: Mapping[str, Any]) -> tuple[Any, nn.Module, _Sizes]:
     return config, model.eval(), sizes
 
 
-def _text_class(model_type: str, config: Any) -> Any:
+def _text_class(model_type: str, config: PreTrainedConfig) -> Any:
     """The class of a text model that transformers has only inside larger models."""
     if type(config) in MODEL_MAPPING:
         return MODEL_MAPPING[type(config)]
@@ -275,7 +306,7 @@ def class_name(model_type: str) -> str | None:
     return None
 
 
-def _symbol(value: int, *candidates: Any) -> int:
+def _symbol(value: int, *candidates: object) -> int:
     """The first candidate that equals the value, else the value; a candidate may be a symbol."""
     for candidate in candidates:
         if type(candidate) is not bool and isinstance(candidate, int) and candidate == value:
@@ -283,7 +314,7 @@ def _symbol(value: int, *candidates: Any) -> int:
     return value
 
 
-def _number(field: str, *sources: Any) -> Any:
+def _number(field: str, *sources: object) -> Any:
     """The whole number of a field (see _ATTRIBUTES), from the first of the sources that has it; else None."""
     for source in sources:
         for name in _ATTRIBUTES.get(field, (field,)):
@@ -296,7 +327,7 @@ def _number(field: str, *sources: Any) -> Any:
     return None
 
 
-def _numbers(kind: type[Mixer], *sources: Any) -> Any:
+def _numbers(kind: type[Mixer], *sources: object) -> Any:
     """All whole numbers of a kind of mixer."""
     return {field.name: _number(field.name, *sources) or 0 for field in fields(kind) if field.type == "int"}
 
@@ -321,14 +352,20 @@ class _LayerModules:
 
     def projections(self, columns: str) -> tuple[Gemm, ...]:
         """The mixer's inputs, split by columns if the name matches the pattern, else whole."""
-        return tuple(self.gemm(path, "columns" if re.search(columns, path) else "whole") for path in self.inputs)
+        gemms = []
+        for path in self.inputs:
+            if re.search(columns, path):
+                gemms.append(self.gemm(path, "columns"))
+            else:
+                gemms.append(self.gemm(path))
+        return tuple(gemms)
 
     def gemm(self, path: str, split: Split = "whole") -> Gemm:
         return replace(self.gemms[path], split=split)
 
 
 class _Reader:
-    def __init__(self, config: Any, model: nn.Module, sizes: _Sizes) -> None:
+    def __init__(self, config: PreTrainedConfig, model: nn.Module, sizes: _Sizes) -> None:
         self.config = config
         self.model = model
         self.sizes = sizes
@@ -437,7 +474,11 @@ class _Reader:
                 counts["positions"] += self.sizes.of(weights[0])[0]
                 continue
             is_first = self.trace.order.get(name, 0) < self.trace.order[f"{place}.0"]
-            counts["before" if is_first else "after"] += sum(prod(self.sizes.of(weight)) for weight in weights)
+            parameters = sum(prod(self.sizes.of(weight)) for weight in weights)
+            if is_first:
+                counts["before"] += parameters
+            else:
+                counts["after"] += parameters
             has_products = any(_storage(weight) in self.trace.products for weight in weights)
             for weight in weights:  # some of these products run for one token alone
                 self._counted_flops[_storage(weight)] = self.trace.products[_storage(weight)]
@@ -447,7 +488,7 @@ class _Reader:
 
     def _parallel(self, place: str, layer: nn.Module) -> bool:
         """Whether attention and MLP read the same input, or norms of the same input."""
-        inputs: dict[bool, Any] = {}  # first input of a mixer and of another module with products
+        inputs: dict[bool, torch.Tensor | None] = {}  # first input of a mixer and of another module with products
         for name, module in layer.named_children():
             if self._has_products(module) and f"{place}.{name}" in self.trace.order:
                 inputs.setdefault(_is_mixer(module), self.trace.inputs[f"{place}.{name}"])
@@ -552,7 +593,8 @@ class _Reader:
             return 0
         self.notes.append(HYPER)
         self.trace.others.pop(place, None)  # products that mix the streams
-        self._describe(weight for module in streams for weight in module.parameters())
+        for module in streams:
+            self._describe(module.parameters())
         return int(4 * (_number("streams", self.config) or 1) - 1) // 2
 
     # MLPs and experts
@@ -595,13 +637,13 @@ class _Reader:
         if not top_k:
             raise RefusedError(f"{router}: how many experts a token passes through")
         mlp = self._experts(cube, experts)
-        ours = 2 * TOKENS * sum(gemm.num_weights for gemm in mlp)
-        theirs = self.trace.within(place)
-        expected = top_k * ours
+        expert_flops = 2 * TOKENS * sum(gemm.num_weights for gemm in mlp)
+        traced_flops = self.trace.within(place)
+        expected_flops = top_k * expert_flops
         if _within(layer.gemms, cube):  # the trace counts products of weights apart
-            expected = 0
-        if theirs not in (expected, count * ours):  # some classes run all experts
-            _equal(f"FLOPs of {cube}", top_k * ours, theirs)
+            expected_flops = 0
+        if traced_flops not in (expected_flops, count * expert_flops):  # some classes run all experts
+            _equal(f"FLOPs of {cube}", top_k * expert_flops, traced_flops)
         self._counted_places.append(place)
         self._describe(experts.parameters())  # these products run if a class runs all experts for all tokens
         return LayerSpec(
@@ -623,7 +665,12 @@ class _Reader:
             if weight.dim() != 3:
                 continue
             outputs, inputs = self.sizes.of(weight)[1:]
-            outer_width = outputs if "down" in key else inputs
+            is_down = "down" in key
+            outer_width = inputs
+            split: Split = "columns"
+            if is_down:
+                outer_width = outputs
+                split = "rows"
             towards_hidden = outer_width == self.config.hidden_size
             if transposed or (transposed is None and not towards_hidden):
                 outputs, inputs = inputs, outputs
@@ -632,9 +679,9 @@ class _Reader:
                 outputs = _symbol(int(outputs) // 2, *(getattr(experts, name, None) for name in _EXPERT_WIDTHS))
                 keys = ["gate_proj", "up_proj"]
             bias = any(name.startswith(key) and "bias" in name for name in names)
-            split: Split = "rows" if "down" in key else "columns"
-            sizes: Any = {"in_features": inputs, "out_features": outputs, "bias": bias, "split": split}
-            gemms += [Gemm(name=f"{cube}.0.{matrix}", **sizes) for matrix in keys]
+            for matrix in keys:
+                name = f"{cube}.0.{matrix}"
+                gemms.append(Gemm(name=name, in_features=inputs, out_features=outputs, bias=bias, split=split))
         return tuple(gemms)
 
     def _split(self, layer: _LayerModules, linears: list[str]) -> tuple[Gemm, ...]:
