@@ -156,6 +156,7 @@ def campaign_on(gpu: Gpu, setup: ComputeSetup, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(ranks, "open_transport", lambda how, slot, local: NoTransport())
     monkeypatch.setattr(compute, "device_name", lambda device, threads: "a stand-in")
     monkeypatch.setattr("calibrate.measure.campaign.busy_note", lambda: ())
+    monkeypatch.setattr("kvrsim.io.journal.os.fsync", lambda file: None)  # the samples take no time
     campaign = Campaign(
         title="layers", build=lambda: ComputeBench.build(setup), about={}, origin=lambda rows: {}, output=output
     )

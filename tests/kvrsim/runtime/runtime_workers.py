@@ -116,8 +116,13 @@ def exactness(transport: Any, models: list[tuple[str, str]]) -> list[Result]:
 def over_other_transports(transport: Any, *, staged: bool) -> list[tuple[str, Difference]]:
     """Differences of plans whose messages use this transport, or host memory as for GPUs that gloo cannot access."""
     model = model_of("llama-gqa")
+    before = transport.staged
     transport.staged = staged
-    return compare(transport, model, plans_of(transport.size, Geometry.of(model))[:: 1 if staged else 2])
+    try:
+        return compare(transport, model, plans_of(transport.size, Geometry.of(model))[:: 1 if staged else 2])
+    finally:
+        transport.staged = before
+        transport._scratch.clear()
 
 
 def spoil(transport: Any) -> None:

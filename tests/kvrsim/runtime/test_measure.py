@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -12,16 +13,16 @@ import tests.kvrsim.runtime.runtime_workers as workers
 from kvrsim.results.timeline import Timeline
 from kvrsim.runtime.exchange.chain import ChainExchange
 from kvrsim.runtime.measure import _VirtualTransport, run_virtual
-from kvrsim.runtime.plan import Job, ModelChoice, RankSettings, Report
-from kvrsim.runtime.ranks import launch
+from kvrsim.runtime.plan import Job, ModelChoice, Report
 from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS
 
 NUM_RANKS = 2
+OnRanks = Callable[..., list[Any]]  # fixture two_ranks
 
 
 @pytest.fixture(scope="module")
-def report() -> Report:
-    reports = launch(workers.benched, how=RankSettings(num_ranks=NUM_RANKS))
+def report(two_ranks: OnRanks) -> Report:
+    reports = two_ranks(workers.benched)
     assert reports[0] == reports[-1]
     return reports[-1]
 
@@ -65,9 +66,9 @@ def test_messages_are_as_long_as_the_prefix_they_carry(report: Report) -> None:
     assert [span.start_s for span in transfers] == [written[span.layer] for span in transfers]
 
 
-def test_plans_share_their_buffers_and_compute_what_they_did_alone() -> None:
+def test_plans_share_their_buffers_and_compute_what_they_did_alone(two_ranks: OnRanks) -> None:
     whole = 3 * workers.CONTEXT_LEN * 2 * 2 * 16 * 4  # tsp keeps all tokens
-    assert launch(workers.sharing, how=RankSettings(num_ranks=2)) == [(whole, True)] * 2
+    assert two_ranks(workers.sharing) == [(whole, True)] * 2
 
 
 # Virtual ranks compute the same values as real ranks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ def test_what_another_rank_pickles_is_not_run(tmp_path: Path) -> None:
         pickle.loads(pickle.dumps(workers.Evil(str(trap / "deeper"))))
 
 
-def test_equal_pieces_are_gathered_without_copies() -> None:
-    results = launch(workers.gathered, how=RankSettings(num_ranks=2))
+def test_equal_pieces_are_gathered_without_copies(two_ranks: Callable[..., list[Any]]) -> None:
+    results = two_ranks(workers.gathered)
     for even, even_scratch, uneven, uneven_scratch in results:
         assert even == [1.0, 1.0, 2.0, 2.0, 9.0]
         assert even_scratch == []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from tests.kvrsim.runtime.runtime_models import CONFIGS, variants
 from tests.kvrsim.runtime.runtime_workers import Result, exact, model_of, run_plan
 
 SLOW = LinkSpec(name="slow", bandwidth_bytes_per_s=1e9, latency_s=0.0, source="a test")
+OnRanks = Callable[..., list[Any]]  # fixture two_ranks
 NAMES = {run: name for name, run in reversed(RUN_STRATEGIES.items())}
 
 
@@ -62,17 +65,21 @@ def test_every_model_and_kernel_gives_one_processs_logits(num_ranks: int) -> Non
     assert all(difference.logits_scale > 1 for *_, difference in results)
 
 
-def test_what_is_spoilt_is_noticed() -> None:
+def test_what_is_spoilt_is_noticed(two_ranks: OnRanks) -> None:
     models = [("llama-gqa", "sdpa"), ("gemma3", "sdpa"), ("deepseek_v3", "flash"), ("qwen3_next", "sdpa")]
-    results = launch(workers.spoilt, models, how=RankSettings(num_ranks=2))[-1]
+    results = two_ranks(workers.spoilt, models)[-1]
     assert strategies_of(results) >= {run.replace("_", "-") for run in workers.PLAIN}
     assert [one for one in results if exact(one[-1]) or one[-1].logits < 0.05] == []
 
 
-@pytest.mark.parametrize("link", [None, SLOW])
-def test_messages_over_other_transports_are_the_same(link: LinkSpec | None) -> None:
-    how = RankSettings(num_ranks=2, link=link)
-    results = launch(partial(workers.over_other_transports, staged=link is None), how=how)[-1]
+def test_messages_through_host_memory_are_the_same(two_ranks: OnRanks) -> None:
+    results = two_ranks(partial(workers.over_other_transports, staged=True))[-1]
+    assert [one for one in results if not exact(one[-1])] == []
+
+
+def test_messages_over_an_emulated_link_are_the_same() -> None:
+    how = RankSettings(num_ranks=2, link=SLOW)
+    results = launch(partial(workers.over_other_transports, staged=False), how=how)[-1]
     assert [one for one in results if not exact(one[-1])] == []
 
 
