@@ -57,7 +57,12 @@ class Kind:
 
 KINDS = (
     Kind(title="chain", strategies=("kvr-s", "kvr-b"), models=DENSE, most_gpus=64, share=3),
-    Kind(title="chain, other layers", strategies=("kvr-s", "kvr-b"), models=MIXTURES + SEVERAL_KINDS, most_gpus=8),
+    Kind(
+        title="chain, other layers",
+        strategies=("kvr-s", "kvr-b", "kvr-direct"),
+        models=MIXTURES + SEVERAL_KINDS,
+        most_gpus=8,
+    ),
     Kind(
         title="chain on a bus", strategies=("kvr-s", "kvr-b"), models=DENSE, most_gpus=8, topologies=("bus",), share=2
     ),

@@ -23,16 +23,7 @@ _FIRST = (
         "interval",
         "engine, unknown",
     ),
-    *(
-        "engine",
-        "engine, model",
-        "engine, gpu",
-        "engine, version",
-        "engine, short",
-        "bus search",
-        "default cluster",
-        "network",
-    ),
+    *("engine", "engine, model", "engine, gpu", "engine, version", "engine, short", "default cluster", "network"),
     *("links, given", "links, nominal", "max position", "model"),
 )
 # Codes of notes that nearly every answer has, in the order in which answers list them, after all others.

@@ -594,7 +594,7 @@ def _least_s(one: Candidate) -> float:
     On a shared bus, rough chunks are far from the best ones.
     """
     if one.strategy.partition_rule == "search" and one.execution.cluster.shares_bandwidth:
-        from planner.search.descents import plan_on_a_bus  # not imported at every start
+        from planner.search.bus import plan_on_a_bus  # not imported at every start
 
         return plan_on_a_bus(one.execution)[1] * (1 - _MOST_GAIN["search"])
     proven = one.strategy.chains and one.execution.placed.chain_is_proven  # the analytical plan is then nearly the best

@@ -347,7 +347,6 @@ class Ranking:
             method="analytical" if first is None else first.report.method,
             evaluations=sum(one.report.evaluations for one in searches.values()),
             seconds=sum(one.report.seconds for one in searches.values()),
-            limit=max((one.report.limit for one in searches.values() if one.report.limit is not None), default=None),
             unsearched=self.unsearched,
         )
 
@@ -386,14 +385,9 @@ class Ranking:
     # -- notes
 
     def notes(self, search: Search) -> list[str]:
-        """Warnings about limited searches, near-ties, and strategies that exceed memory."""
+        """Warnings about tables, near-ties, and strategies that exceed memory."""
         return [
             *self._table_notes(search),
-            *(
-                note("bus search", strategy=one.strategy.name, limit=one.search.report.limit)
-                for one in self.candidates
-                if one.search is not None and one.search.report.limit is not None
-            ),
             *coverage_notes_of(self.scenario),
             *layout_notes(self.best.execution),
             *width_notes(self.best.execution, self.best.interval),

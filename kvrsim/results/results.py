@@ -353,7 +353,6 @@ class SearchReport:
     method: str  # search method of KVR-S: "auto", "analytical" or "grid"
     evaluations: int  # number of simulated partitions
     seconds: float
-    limit: int | None = None  # number of partitions at which a search on a bus ended early; None: no search did
     unsearched: tuple[str, ...] = ()  # strategies that could be the best but exceed the budget; likeliest first
 
 

@@ -34,7 +34,6 @@ class Evaluator:
     execution: Execution
     on_progress: OnProgress | None = None
     evaluations: int = 0
-    most: int | None = None  # maximum number of evaluations; None: unknown
     best_s: float = math.inf
     allowance: Allowance | None = None  # work limit; then TTFTs of batches are infinite; None: no limit
     runner: Runner = field(init=False, repr=False)
@@ -78,9 +77,8 @@ class Evaluator:
     def report(self) -> None:
         """Report the number of evaluations and the best TTFT."""
         if self.on_progress is not None:
-            most = "" if self.most is None else f" of at most {self.most}"
             best = f", best TTFT {format_seconds(self.best_s)}" if math.isfinite(self.best_s) else ""
-            text = f"{self.execution.strategy.name}: {self.evaluations} partitions simulated{most}{best}"
+            text = f"{self.execution.strategy.name}: {self.evaluations} partitions simulated{best}"
             self.on_progress(self.evaluations, None, text)
 
     def one(self, chunks: tuple[int, ...]) -> float:

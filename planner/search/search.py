@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from dataclasses import dataclass, field
 
@@ -35,20 +34,13 @@ from planner.search.minimise import (
     unique_rows,
 )
 
-_SCATTERED = 200
-_SCATTERED_TRIED = 5
-_NEAR = 1.2
-# rounds after which a scattered partition must be within this factor of the best
-_TRIAL_ROUNDS = 16
-_BEHIND = 1.03
-_MOST_SCATTERED_RANKS = 32
-_PROVEN = 1.005
-_POLISHING_ROUNDS = 60
-# rounds of steps below the stride, and their least relative gain in TTFT
-_FINE_ROUNDS = 12
-_FINE_GAIN = 5e-4
-_MANY_ROUNDS = 4  # rounds of a search over many ranks
-_COARSE = 64  # strides in the shortest chunk below which the stride is too coarse
+_ROUNDS_TIMES_RANKS = 600  # of a pattern search; with 256, kvr-b on 41 ranks lost 3.7 % of TTFT (question 61, seed 7)
+_SLOW_ROUNDS = 8  # rounds where each simulates a program; 20 random questions on a bus then lose 0.6 % at most
+_PROVEN = 1.005  # within this factor of the bound, no other starts are tried
+_SCATTERED = 200  # random starts, for chains with few layers, whose best partition may be far from the balanced one
+_SCATTERED_TRIED = 3  # of these, descents that begin, if nothing proves that the first one is near the best
+_MOST_SCATTERED_RANKS = 32  # with more, a round takes so long that only the best start is refined
+_FINE_GAIN = 5e-4  # least gain from steps below the stride, so that chunks are multiples of it where that costs nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,11 +89,6 @@ def search(
         raise InputError("stride", step, f"a whole number from 1 to {most}")
     begin_s = time.perf_counter()
     evaluator = Evaluator(execution, on_progress, allowance=allowance)
-    if method == "auto" and not evaluator.is_fast:
-        from planner.search.descents import most_on_a_bus  # not imported at every start
-
-        step = stride or 1  # descents begin with coarse steps
-        evaluator.most = most_on_a_bus(execution) if execution.cluster.shares_bandwidth else None
     run = _ChunkSearch(execution, evaluator, step)
     if execution.strategy.near_chain and method == "auto" and num_ranks > 1:
         if warm_start is None:
@@ -109,19 +96,11 @@ def search(
             warm_start = search(chain, stride=stride, allowance=allowance).partition
         run.warm_start = np.array(warm_start.boundaries[1:-1], dtype=np.int64)
     boundaries, ttft_s, name = run.run(method)
-    if method == "auto" and stride is None and run.is_worth_polishing(boundaries, ttft_s):
-        run.stride = 1
-        boundaries, ttft_s = run.polished(boundaries)
-    elif method == "auto" and stride is None and run.stride > 1 and 2 <= num_ranks <= _MOST_SCATTERED_RANKS:
-        boundaries, ttft_s = run.fine(boundaries, ttft_s)
+    if method == "auto" and stride is None:
+        boundaries, ttft_s = run.by_single_tokens(boundaries, ttft_s)
     partition = Partition(chunk_lens=chunk_lens(tuple(boundaries), tokens))
     seconds = time.perf_counter() - begin_s
-    report = SearchReport(
-        method=name,
-        evaluations=evaluator.evaluations,
-        seconds=seconds,
-        limit=evaluator.most if run.was_limited else None,
-    )
+    report = SearchReport(method=name, evaluations=evaluator.evaluations, seconds=seconds)
     return SearchResult(
         execution=execution,
         partition=partition,
@@ -146,9 +125,9 @@ class _ChunkSearch:
         self.evaluator = evaluator
         self.stride = stride
         self.lower_bound_s: float | None = None
+        self.is_the_chains = False  # whether the best partition is the chain's, the warm start
         self.balanced: Array | None = None
         self.warm_start: Row | None = None  # boundaries near which the best ones are expected
-        self.was_limited = False  # whether the limit of a search on a bus left some partitions untried
         # Balanced chunks and bounds are those of KVR's chain; other strategies start from its chunks and have no bound.
         self.chain = execution if execution.strategy.chains else execution.by(chain_like(execution.strategy))
         self.tokens = execution.request.new_tokens
@@ -167,40 +146,34 @@ class _ChunkSearch:
             return seed, float(self._evaluate(seed[None])[0]), "analytical"
         if self.evaluator.is_fast:
             return (*self._refined_from(self._seeds()), "auto")
-        return (*self._descended(), "auto")
+        return (*self._refined_slowly(), "auto")
 
     def _analytical(self) -> Row:
         """Boundaries of balanced chunks; on a bus, also limited by the bytes of all messages."""
         if not self.execution.cluster.shares_bandwidth:
             return rounded(balanced_chunks(self.chain), self.stride, self.tokens)
-        from planner.search.descents import plan_on_a_bus
+        from planner.search.bus import plan_on_a_bus  # not imported at every start
 
         return to_grid(plan_on_a_bus(self.execution)[0].astype(float), self.stride, self.tokens)
 
-    def _descended(self) -> tuple[Row, float]:
-        from planner.search.descents import Descents
-
+    def _refined_slowly(self) -> tuple[Row, float]:
+        """Refine the fastest of many seeds that differ from each other, where a program runs and nothing is proven."""
         if (
             self.warm_start is not None
             and self.execution.strategy.chains
             and not self._uses_query_blocks(self._scattered())
         ):
+            self.is_the_chains = True
             return self.warm_start, float(self._evaluate(self.warm_start[None])[0])
-        is_bus = self.execution.cluster.shares_bandwidth
-        near = [] if self.warm_start is None else [self.warm_start]
-        seeds = [self._analytical(), *near] if is_bus else list(self._seeds())
-        plans = [chunks_between(seed, self.tokens).astype(float) for seed in seeds]
-        descents = Descents(
-            self.chain,
-            self.stride,
-            self._evaluate,
-            self.evaluator.most or sys.maxsize,
-            plans,
-            wide=self.warm_start is None or not is_bus,
-        )
-        best = descents.run()
-        self.was_limited = descents.was_limited
-        return best
+        seeds = [*self._seeds(), self._analytical()]
+        if self.warm_start is None:
+            seeds += [*self._scattered()]
+        if self.execution.cluster.shares_bandwidth:
+            from planner.search.bus import last_ranks_balanced
+
+            plans = last_ranks_balanced(self.chain, range(1, self.num_ranks + 1))
+            seeds += [rounded(plan, self.stride, self.tokens) for plan in plans]
+        return self._refined(unique_rows(seeds))
 
     def _uses_query_blocks(self, boundaries: Boundaries) -> bool:
         """Whether any rank issues attention in several calls; if none does, the best partition is the chain's."""
@@ -210,41 +183,45 @@ class _ChunkSearch:
         return any(op.query_blocks is not None and op.query_blocks.max() > 1 for op in ops)
 
     def _refined_from(self, seeds: Boundaries) -> tuple[Row, float]:
-        """Refine the best seed, then partitions between walls of the bound and scattered ones, if nearly as fast.
+        """Refine the best seed, then partitions between walls of the bound and scattered ones.
 
         With few layers, the best partition may be far from the balanced one.
         """
-        rounds = max(4, 600 // self.num_ranks)
         if self.warm_start is not None:
-            return self._refined(seeds, rounds)
+            return self._refined(seeds)
         if self.num_ranks > _MOST_SCATTERED_RANKS:
             return self._refined_with_walls(seeds)
-        best, best_s = self._refined(seeds, rounds)
-        walls = self._walls(best, best_s)
-        assert self.lower_bound_s is not None
-        if best_s <= self.lower_bound_s * _PROVEN:
+        best, best_s = self._refined(seeds)
+        scattered = unique_rows([*self._walls(best, best_s), *self._scattered()])
+        if self._is_proven(best_s):
             return best, best_s
-        scattered = unique_rows([*walls, *self._scattered()])
-        scattered_s = self._evaluate(scattered, _NEAR * best_s)
+        scattered_s = self._evaluate(scattered, best_s)
         for index in apart(scattered, scattered_s, self.tokens, _SCATTERED_TRIED):
-            if scattered_s[index] < _NEAR * best_s:
-                other, other_s = self._refined(scattered[index : index + 1], _TRIAL_ROUNDS)
-                if other_s < _BEHIND * best_s:
-                    other, other_s = self._refined(other[None], rounds)
-                best, best_s = (other, other_s) if other_s < best_s else (best, best_s)
+            other, other_s = self._refined(scattered[index : index + 1])
+            if other_s < best_s:
+                best = other
+                best_s = other_s
         return best, best_s
 
-    def _refined(self, seeds: Boundaries, rounds: int) -> tuple[Row, float]:
+    def _is_proven(self, ttft_s: float) -> bool:
+        """Whether the bound proves that no partition is much faster."""
+        return self.lower_bound_s is not None and ttft_s <= _PROVEN * self.lower_bound_s
+
+    @property
+    def _rounds(self) -> int:
+        return max(4, _ROUNDS_TIMES_RANKS // self.num_ranks) if self.evaluator.is_fast else _SLOW_ROUNDS
+
+    def _refined(self, seeds: Boundaries) -> tuple[Row, float]:
         """Improve the best of the seeds."""
         seed = seeds[int(self._evaluate(seeds).argmin())]
-        return minimise(seed, self.tokens, self.stride, self._evaluate, rounds=rounds)
+        return minimise(seed, self.tokens, self.stride, self._evaluate, rounds=self._rounds)
 
     def _refined_with_walls(self, seeds: Boundaries) -> tuple[Row, float]:
         """Refine, with many ranks, the faster of the best seed and the partitions between walls of the bound."""
         seeds_s = self._evaluate(seeds)
         best = seeds[int(seeds_s.argmin())]
         best_s = float(seeds_s.min())
-        return self._refined(np.array([best, *self._walls(best, best_s)]), _MANY_ROUNDS)
+        return self._refined(np.array([best, *self._walls(best, best_s)]))
 
     def _walls(self, best: Row, best_s: float) -> list[Row]:
         """Compute the bound, and return the boundaries at the walls of its weakest intervals."""
@@ -264,25 +241,29 @@ class _ChunkSearch:
         shares *= self.tokens / shares.sum(axis=1, keepdims=True)
         return unique_rows([rounded(chunks, self.stride, self.tokens) for chunks in shares])
 
-    def is_worth_polishing(self, boundaries: Row, ttft_s: float) -> bool:
-        """Whether steps of single tokens may reduce TTFT: on slow links, a chunk of one token may be the best."""
-        if self.stride == 1 or self.evaluator.is_spent or not 2 <= self.num_ranks <= _MOST_SCATTERED_RANKS:
-            return False
-        coarse = min(chunk_lens(tuple(boundaries), self.tokens)) < _COARSE * self.stride
-        proven = self.lower_bound_s is not None and ttft_s <= _PROVEN * self.lower_bound_s
-        return coarse or not proven
+    def by_single_tokens(self, boundaries: Row, ttft_s: float) -> tuple[Row, float]:
+        """Refine by steps below the stride.
 
-    def polished(self, boundaries: Row) -> tuple[Row, float]:
-        """Refine by single tokens, from these boundaries or from the same with some idle ranks."""
-        seeds = self._with_idle_ranks(boundaries)
-        seed = seeds[int(self._evaluate(seeds).argmin())]
-        return minimise(seed, self.tokens, 1, self._evaluate, rounds=_POLISHING_ROUNDS)
-
-    def fine(self, boundaries: Row, ttft_s: float) -> tuple[Row, float]:
-        """Refine by steps below the stride, if that gains enough: one token more may need another row of tiles."""
-        halve_from = max(1, self.stride // 2)
-        fine, fine_s = minimise(boundaries, self.tokens, 1, self._evaluate, rounds=_FINE_ROUNDS, halve_from=halve_from)
-        return (fine, fine_s) if fine_s < ttft_s * (1 - _FINE_GAIN) else (boundaries, ttft_s)
+        On slow links, a chunk of one token may be the best: if nothing proves the result, the search begins again from
+        the same boundaries or from the same with some idle ranks. Elsewhere, one token more may need another row of
+        tiles, but small gains are not taken.
+        """
+        is_final = self.stride == 1 or self.evaluator.is_spent or self.is_the_chains
+        if is_final or not 2 <= self.num_ranks <= _MOST_SCATTERED_RANKS:
+            return boundaries, ttft_s
+        start = boundaries
+        least_gain = _FINE_GAIN
+        first_step: int | None = max(1, self.stride // 2)
+        if not self._is_proven(ttft_s):
+            seeds = self._with_idle_ranks(boundaries)
+            start = seeds[int(self._evaluate(seeds).argmin())]
+            least_gain = 0.0
+            if self.evaluator.is_fast:
+                first_step = None  # all steps in each round
+        fine, fine_s = minimise(start, self.tokens, 1, self._evaluate, rounds=self._rounds, halve_from=first_step)
+        if fine_s < ttft_s * (1 - least_gain):
+            return fine, fine_s
+        return boundaries, ttft_s
 
     def _with_idle_ranks(self, boundaries: Row) -> Boundaries:
         """These boundaries, and others where one rank, or the first few ranks, have a single token each."""
