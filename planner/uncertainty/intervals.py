@@ -31,12 +31,12 @@ from planner.uncertainty.sensitivities import (
 _WIDE = 2.0  # ratio of the ends from which an interval is wide, and a note gives the main cause
 _WORTHWHILE = 0.8  # a calibration is suggested if it narrows the logarithmic width below this share
 _CAUSES = {  # causes of the rule's errors, in words; others are their own words
-    "engine": "the time that {engine} adds",
+    "engine": "the time that engine {engine} adds to the kernels",
     "kernels": "the time of the kernels",
-    "unexplained": "variation that no cause explains",
-    "short prompt": "the prompt of few tokens",
-    "engine, not measured": "an engine that nobody measured",
-    "GPU, not measured": "a GPU whose rates are scaled from another one's",
+    "unexplained": "differences that no other cause explains",
+    "short prompt": "a prompt of few tokens",
+    "engine, not measured": "an engine that was not measured",
+    "GPU, not measured": "kernel times scaled from another GPU",
     "links": "links that were not measured",
 }
 _SAME_DECADE = 0.5  # largest log10 of a ratio of bandwidths for which coverage on one link is that of the other
