@@ -88,12 +88,16 @@ _SI_LIMITS: dict[Callable[..., float], tuple[float, float, str]] = {
 
 def tokens(value: object, parameter: str) -> int:
     """Read a number of tokens: a whole number, or text such as "4k"."""
-    return parse_tokens(value, parameter) if isinstance(value, str) else _whole(value, parameter)
+    if isinstance(value, str):
+        return parse_tokens(value, parameter)
+    return _whole(value, parameter)
 
 
 def tokens_or_none(value: object, parameter: str) -> int:
     """Read a number of tokens that may be 0."""
-    return 0 if isinstance(value, str) and value.strip() == "0" else tokens(value, parameter)
+    if isinstance(value, str) and value.strip() == "0":
+        return 0
+    return tokens(value, parameter)
 
 
 def context(value: object, parameter: str) -> int:
@@ -127,7 +131,9 @@ def count(limits: Range) -> Check:
     most = int(limits.most)
 
     def check(value: object, parameter: str) -> int:
-        number = parse_count(value, parameter, minimum=least, maximum=most) if isinstance(value, str) else _index(value)
+        if isinstance(value, str):
+            return parse_count(value, parameter, minimum=least, maximum=most)
+        number = _index(value)
         if number is None or not least <= number <= most:
             raise _refusal(parameter, value, f"a whole number from {least} to {most}")
         return number
@@ -135,13 +141,13 @@ def count(limits: Range) -> Check:
     return check
 
 
-def quantity(parse: Callable[..., float], **limits: Any) -> Check:
+def quantity(parse: Callable[..., float], **limits: object) -> Check:
     """Check for numbers in SI units, or text that `parse` reads."""
 
     def check(value: object, parameter: str) -> float:
         if isinstance(value, str):
             return parse(value, parameter, **limits)
-        number = None if _is_flag(value) or isinstance(value, bytes | bytearray) else _real(value)
+        number = _real(value)
         if number is None or not math.isfinite(number):
             raise _refusal(parameter, value, "a finite number, or text with its unit")
         least, most, unit = _SI_LIMITS.get(parse, (-math.inf, math.inf, ""))
@@ -229,8 +235,11 @@ def named(*kinds: str, what: str = "a name or path") -> Check:
 
 def strategy_list(value: object, parameter: str) -> list[object]:
     """Read names or Strategies in a list, names in a text with commas between, or one Strategy; each once."""
-    values = [value] if _is_one_of(value, (STRATEGY,)) else _parts(value, parameter, "names, such as tsp,kvr-s")
-    return list(dict.fromkeys(named(STRATEGY)(one, parameter) for one in values))
+    check = named(STRATEGY)
+    if _is_one_of(value, (STRATEGY,)):
+        return [value]
+    parts = _parts(value, parameter, "names, such as tsp,kvr-s")
+    return list(dict.fromkeys(check(part, parameter) for part in parts))
 
 
 def chunk_lens(value: object, parameter: str) -> list[int]:
@@ -246,8 +255,10 @@ def bandwidths(value: object, parameter: str) -> list[float]:
 
 def counts(value: object, parameter: str) -> tuple[int, ...]:
     """Read whole numbers above 0: one, a list, or a text such as "2,4,8"; sorted, each once."""
-    parts = [value] if _index(value) is not None else _parts(value, parameter, "whole numbers, such as 2,4,8")
     check = count(Range(least=1, most=2**20))
+    if _index(value) is not None:
+        return (check(value, parameter),)
+    parts = _parts(value, parameter, "whole numbers, such as 2,4,8")
     return tuple(sorted({check(part, parameter) for part in parts}))
 
 
@@ -255,10 +266,15 @@ def lengths(value: object, parameter: str) -> tuple[int, ...]:
     """Read lengths in tokens: one, a list, or a text that `parse_lengths` reads; sorted, each once."""
     if isinstance(value, str):
         return parse_lengths(value, parameter)
-    parts = [value] if _index(value) is not None else _parts(value, parameter, "lengths, such as 4k,8k or 1k:32k:1k")
-    return parse_lengths(
-        ",".join(str(one if isinstance(one, str) else _whole(one, parameter)) for one in parts), parameter
-    )
+    if _index(value) is not None:
+        return parse_lengths(str(_whole(value, parameter)), parameter)
+    texts = []
+    for part in _parts(value, parameter, "lengths, such as 4k,8k or 1k:32k:1k"):
+        if isinstance(part, str):
+            texts.append(part)
+        else:
+            texts.append(str(_whole(part, parameter)))
+    return parse_lengths(",".join(texts), parameter)
 
 
 def price(value: object, parameter: str) -> object:
@@ -281,13 +297,17 @@ def _is_one_of(value: object, kinds: Iterable[str]) -> bool:
 
 
 def _index(value: object) -> int | None:
+    if _is_flag(value):
+        return None
     try:
-        return None if _is_flag(value) else operator.index(value)  # type: ignore[arg-type]
+        return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         return None
 
 
 def _real(value: object) -> float | None:
+    if _is_flag(value) or isinstance(value, bytes | bytearray):
+        return None
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -348,7 +368,7 @@ class Help(NamedTuple):
 class Option(NamedTuple):
     """An argument of a function or a command, as `option_of` reads it."""
 
-    default: Any  # REQUIRED: it must be given
+    default: object  # REQUIRED: it must be given
     check: Check
     optional: bool  # whether None is allowed
     metavar: str
@@ -359,7 +379,9 @@ class Option(NamedTuple):
 
     def read(self, value: object, name: str) -> Any:
         """Check a value and return it; None is returned unchanged where it is allowed."""
-        return None if value is None and self.optional else self.check(value, name)
+        if value is None and self.optional:
+            return None
+        return self.check(value, name)
 
 
 def written(text: str) -> Any:
@@ -453,7 +475,13 @@ def groups_of(function: Callable[..., object]) -> list[type[Arguments]]:
     parameters = inspect.signature(function).parameters.values()
     annotations = [one.annotation for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     scope = inspect.unwrap(function).__globals__
-    return [eval(one, scope) if isinstance(one, str) else one for one in annotations]
+    groups = []
+    for annotation in annotations:
+        if isinstance(annotation, str):
+            groups.append(eval(annotation, scope))
+        else:
+            groups.append(annotation)
+    return groups
 
 
 def takes(
@@ -470,18 +498,18 @@ def takes(
 
     def decorate(made: Callable[..., _Result]) -> Callable[..., _Result]:
         groups = groups_of(made)
-        own = list(inspect.signature(made).parameters.values())[len(groups) :]
+        further = list(inspect.signature(made).parameters.values())[len(groups) :]
         options = {name: one for group in groups for name, one in options_of(group).items() if name not in fixed}
         keyword = inspect.Parameter.KEYWORD_ONLY
         arguments = (
             inspect.Parameter(name, keyword, default=one.default, annotation=Any) for name, one in options.items()
         )
         returns = made.__annotations__["return"]
-        parameters = [*arguments, *(one.replace(kind=keyword) for one in own)]
+        parameters = [*arguments, *(parameter.replace(kind=keyword) for parameter in further)]
         signature = inspect.Signature(parameters, return_annotation=returns)
 
         @functools.wraps(made)
-        def call(*places: Any, **keywords: Any) -> _Result:
+        def call(*places: object, **keywords: object) -> _Result:
             try:
                 signature.bind(*places, **keywords)
             except TypeError as error:
@@ -509,7 +537,9 @@ def _suggestion(words: Iterable[str], names: Iterable[str]) -> str:
 
     names = list(names)
     near = [name for one in words if one not in names for name in difflib.get_close_matches(one, names, n=1)]
-    return f"; did you mean {near[0]}?" if near else ""
+    if not near:
+        return ""
+    return f"; did you mean {near[0]}?"
 
 
 def _describe(name: str, declaration: Option) -> str:

@@ -170,7 +170,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _until(last_s: float, call: Callable[..., _Result], *arguments: Any) -> tuple[_Result, ...]:
+def _until(last_s: float, call: Callable[..., _Result], *arguments: object) -> tuple[_Result, ...]:
     """The result of a call; empty if it is too late to begin."""
     return () if time.time() >= last_s else (call(*arguments),)
 
@@ -179,7 +179,7 @@ def _silence_loky(stack: contextlib.ExitStack) -> None:
     """Suppress what joblib and loky print after an interrupt, so that the command prints one line."""
     hook = threading.excepthook
 
-    def without_loky(trouble: Any) -> None:
+    def without_loky(trouble: threading.ExceptHookArgs) -> None:
         if trouble.thread is None or trouble.thread.name != "ExecutorManagerThread":
             hook(trouble)
 

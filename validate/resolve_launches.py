@@ -31,10 +31,10 @@ BLACKWELL = 10
 class Anything:
     """An object that has every attribute and accepts every call, for stand-in modules."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else Anything()
 
     def __getattr__(self, name: str) -> Any:
@@ -42,16 +42,16 @@ class Anything:
             raise AttributeError(name)
         return Anything()
 
-    def __mro_entries__(self, _: Any) -> tuple[type, ...]:
+    def __mro_entries__(self, _: object) -> tuple[type, ...]:
         return (object,)
 
-    def __getitem__(self, _: Any) -> Any:
+    def __getitem__(self, _: object) -> Any:
         return Anything()
 
-    def __or__(self, _: Any) -> Any:
+    def __or__(self, _: object) -> Any:
         return Anything()
 
-    def __ror__(self, other: Any) -> Any:
+    def __ror__(self, other: object) -> Any:
         return other
 
     def __bool__(self) -> bool:
@@ -76,14 +76,14 @@ class StandIn(types.ModuleType):
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finder of stand-ins for MISSING modules; it is the last finder, so that installed modules come first."""
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+    def find_spec(self, fullname: str, path: object, target: object = None) -> Any:
         is_missing = any(fullname == name or fullname.startswith(f"{name}.") for name in MISSING)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if is_missing else None
 
-    def create_module(self, spec: Any) -> Any:
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
         return StandIn(spec.name)
 
-    def exec_module(self, module: Any) -> None:
+    def exec_module(self, module: types.ModuleType) -> None:
         pass
 
 

@@ -57,7 +57,7 @@ def _predicted_s(row: Any) -> tuple[float, float, float]:
     return result.ttft_s, result.ttft_low_s, result.ttft_high_s
 
 
-def summaries(rows: pandas.DataFrame, key: Any) -> dict[str, dict[str, Any]]:
+def summaries(rows: pandas.DataFrame, key: str | pandas.Series) -> dict[str, dict[str, Any]]:
     """Summaries of the errors by group. `key`: a column, or one value per row. Groups with short prompts come first."""
     groups = rows.assign(key=rows[key] if isinstance(key, str) else key).sort_values("tokens", kind="stable")
     return {

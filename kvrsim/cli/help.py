@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
@@ -16,8 +16,8 @@ SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_
 class Place(click.Argument):
     """An argument that is given by position; the help describes it."""
 
-    def __init__(self, *args: Any, about: str, **attributes: Any) -> None:
-        super().__init__(*args, **attributes)
+    def __init__(self, names: Sequence[str], *, about: str, metavar: str, required: bool, nargs: int = 1) -> None:
+        super().__init__(names, metavar=metavar, required=required, nargs=nargs)
         self.about = about
 
     def make_metavar(self, ctx: click.Context) -> str:

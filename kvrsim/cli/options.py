@@ -117,8 +117,9 @@ def _help_all() -> click.Option:
             click.echo(context.get_help())
             context.exit()
 
-    about: Any = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": print_help}
-    return click.Option(["--help-all"], help="Show all options.", **about)
+    return click.Option(
+        ["--help-all"], help="Show all options.", is_flag=True, is_eager=True, expose_value=False, callback=print_help
+    )
 
 
 def _place(name: str, declared: Option) -> click.Argument:

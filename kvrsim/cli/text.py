@@ -235,7 +235,7 @@ def _branch(content: Mapping[str, Any], indent: str) -> Iterator[tuple[str, str]
             yield f"{indent}{key}", _plain(value)
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_plain, value))
     if isinstance(value, float):

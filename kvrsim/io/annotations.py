@@ -49,15 +49,17 @@ class Keys(NamedTuple):
 class AnnotationParts:
     """The parts of an annotation."""
 
-    def __init__(self, annotation: Any) -> None:
+    def __init__(self, annotation: object) -> None:
         self.extras: tuple[Any, ...] = ()  # what Annotated adds to the type; for X | None also that of X
         if get_origin(annotation) is Annotated:
             annotation, *extras = get_args(annotation)
             self.extras = tuple(extras)
         is_union = get_origin(annotation) in (Union, UnionType)
-        self.options = [one for one in get_args(annotation) if one is not NoneType] if is_union else [annotation]
+        self.options = [annotation]
+        if is_union:
+            self.options = [option for option in get_args(annotation) if option is not NoneType]
         self.optional = is_union and NoneType in get_args(annotation)  # whether None is allowed
-        self.base = annotation  # the type; X for X | None
+        self.base: Any = annotation  # the type; X for X | None
         if is_union and len(self.options) == 1:
             inner = AnnotationParts(self.options[0])
             self.base = inner.base

@@ -66,7 +66,7 @@ class Journal:
             kept.append(self.path)
         os.close(self._handle)
 
-    def append(self, result: Any) -> None:
+    def append(self, result: object) -> None:
         """Write a result; when this returns, neither a kill nor a power cut can lose it."""
         self.results.append(result)
         append(self.path, result)
@@ -76,7 +76,7 @@ class Journal:
         self.path.unlink(missing_ok=True)
 
 
-def append(path: Path, result: Any) -> None:
+def append(path: Path, result: object) -> None:
     """Add a result to a journal that another process has opened; raises OSError if the disk is full."""
     handle = os.open(path, _FLAGS)
     try:
@@ -94,5 +94,5 @@ def read_results(path: Path) -> list[Any]:
     return [json.loads(line) for line in lines[1:-1]]
 
 
-def _line(value: Any) -> bytes:
+def _line(value: object) -> bytes:
     return json.dumps(value, sort_keys=True).encode() + b"\n"

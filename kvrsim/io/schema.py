@@ -60,7 +60,7 @@ _RANGES = {float: Range(above=0.0, most=1e30), int: Range(least=1, most=MAX_TOKE
 _REQUIRED = object()
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: object) -> Any:
     """Plain JSON values: dataclasses become objects, tuples arrays; numpy's numbers become Python's.
 
     A method `to_dict()` of a dataclass comes first.
@@ -74,15 +74,16 @@ def to_json(value: Any) -> Any:
         return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [to_json(item) for item in value]
-    if hasattr(value, "tolist"):
-        return value.tolist()
+    tolist = getattr(value, "tolist", None)  # of numpy
+    if tolist is not None:
+        return tolist()
     return value
 
 
-def fields_to_json(value: Any, *names: str) -> dict[str, Any]:
+def fields_to_json(value: object, *names: str) -> dict[str, Any]:
     """Fields of a dataclass as plain JSON values: all fields, or the named ones in their order."""
     if not names:
-        names = tuple(field.name for field in fields(value))
+        names = tuple(field.name for field in fields(value))  # type: ignore[arg-type]
     return {name: to_json(getattr(value, name)) for name in names}
 
 
@@ -118,7 +119,7 @@ def _text_of(value: object) -> str:
     return str(value)
 
 
-def write_json(path: str | Path, value: Any, *, argument: str = "output") -> None:
+def write_json(path: str | Path, value: object, *, argument: str = "output") -> None:
     """Write a dataclass or plain values as indented JSON; the file appears whole or not at all."""
     text = json.dumps(to_json(value), indent=2)
     text = _NUMBERS.sub(lambda numbers: " ".join(numbers[0].split()), text)
@@ -204,7 +205,7 @@ class JsonObject:
         """The object without some of its keys."""
         return replace(self, fields={key: value for key, value in self.fields.items() if key not in keys})
 
-    def get(self, key: str, annotation: Any, default: Any = _REQUIRED) -> Any:
+    def get(self, key: str, annotation: object, default: object = _REQUIRED) -> Any:
         """Return the value of a key, checked by its annotation; without a default the key is required."""
         value = self.fields.get(key)
         if value is None and default is not _REQUIRED:
@@ -297,14 +298,14 @@ def _is_finite(number: float) -> bool:
     return -sys.float_info.max <= number <= sys.float_info.max
 
 
-def read(cls: type[T], data: JsonObject, **fixed_values: Any) -> T:
+def read(cls: type[T], data: JsonObject, **fixed_values: object) -> T:
     """Make an object of `cls` from the keys of a JSON object; `fixed_values` replace those of the file.
 
     Raises InputError that names the file and the key path, the value and what is accepted.
     """
     fields = _fields(cls)  # type: ignore[arg-type]
     data.only(fields)
-    values = dict(fixed_values)
+    values: dict[str, Any] = dict(fixed_values)
     for name, (kind, required) in fields.items():
         if name in fixed_values:
             continue
@@ -335,7 +336,7 @@ def _fields(cls: type) -> dict[str, tuple[ValueKind, bool]]:
 
 
 @cache
-def kind_of(annotation: Any) -> ValueKind:
+def kind_of(annotation: object) -> ValueKind:
     """The parts of an annotation, read once."""
     return ValueKind(annotation)
 
@@ -343,7 +344,7 @@ def kind_of(annotation: Any) -> ValueKind:
 class ValueKind(AnnotationParts):
     """The parts of an annotation, and the reader of its values."""
 
-    def __init__(self, annotation: Any) -> None:
+    def __init__(self, annotation: object) -> None:
         super().__init__(annotation)
         self.checks = [extra for extra in self.extras if isinstance(extra, Check)]
         self.keys = next((extra.names for extra in self.extras if isinstance(extra, Keys)), None)
@@ -392,7 +393,7 @@ class ValueKind(AnnotationParts):
             text += f", each {item.accepted}"
         return text
 
-    def read(self, value: Any, path: str, data: JsonObject) -> Any:
+    def read(self, value: object, path: str, data: JsonObject) -> Any:
         """Return the checked value at a path of an object."""
         if value is None and self.optional:
             return None
@@ -403,7 +404,7 @@ class ValueKind(AnnotationParts):
             raise data.error(path, self.accepted, value)
         return result
 
-    def _convert(self, value: Any, path: str, data: JsonObject) -> Any:
+    def _convert(self, value: object, path: str, data: JsonObject) -> Any:
         """Convert a value; None if the value is not of this kind."""
         base = self.base
         origin = self.origin
@@ -436,7 +437,7 @@ class ValueKind(AnnotationParts):
             return value
         return None
 
-    def _number(self, value: Any) -> float | int | None:
+    def _number(self, value: object) -> float | int | None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
             return None
         if self.range is not None and not self.range.admits(value):
@@ -477,7 +478,7 @@ class ValueKind(AnnotationParts):
             names = [key for key in self.keys if child.has(key)]
         return {key: self.inner[1].read(value[key], key, child) for key in names}
 
-    def _read_union(self, value: Any, path: str, data: JsonObject) -> Any:
+    def _read_union(self, value: object, path: str, data: JsonObject) -> Any:
         kinds = [kind_of(option) for option in self.options]
         objects = [kind for kind in kinds if isinstance(kind.base, type) and is_dataclass(kind.base)]
         if isinstance(value, dict) and objects:

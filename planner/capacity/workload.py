@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,9 @@ from kvrsim.io.files import open_regular
 from kvrsim.io.schema import parse_json
 from kvrsim.program import Array
 from kvrsim.units import MAX_TOKENS, parse_count, parse_number, parse_seconds, parse_share, parse_tokens
+
+if TYPE_CHECKING:
+    import pandas
 
 Lengths = npt.NDArray[np.int64]
 MAX_REQUESTS = 5_000_000  # about 1 GiB with all derived arrays
@@ -249,7 +252,7 @@ class RequestSource:
     rate_scale: float = 1.0  # factor on the number of requests in the same time
 
     @classmethod
-    def of(cls, source: Any, *, columns: str | None = None, rate_scale: float = 1.0) -> RequestSource:
+    def of(cls, source: object, *, columns: str | None = None, rate_scale: float = 1.0) -> RequestSource:
         """Read the requests of FILE, synthetic:SPEC or a data frame; columns: see `parse_columns`."""
         names = {} if columns is None else parse_columns(columns, _ROLES)
         requests: Workload | Synthetic
@@ -372,7 +375,7 @@ _ACCEPTED = (
 _Record = Mapping[str, Any]  # values of one line, by column
 
 
-def read_frame(frame: Any, names: Mapping[str, RoleColumn]) -> Workload:
+def read_frame(frame: pandas.DataFrame, names: Mapping[str, RoleColumn]) -> Workload:
     """The requests of a pandas DataFrame with the columns of a CSV file; arrivals may be datetimes.
 
     Raises InputError naming the argument, the row and the column.
@@ -495,7 +498,7 @@ def _roles(header: Sequence[str], names: Mapping[str, RoleColumn], source: str) 
     return dict.fromkeys(_ROLES, "") | {role: column.name for role, column in columns.items()}
 
 
-def _leading_blocks(hashes: Any, blocks: set[int | str], where: str) -> int:
+def _leading_blocks(hashes: object, blocks: set[int | str], where: str) -> int:
     """The number of leading blocks that are in `blocks`; adds all hashes to `blocks`."""
     if not isinstance(hashes, list) or not all(map(_is_hash, hashes)):
         raise InputError(where, hashes, f"a list of numbers of 64 bits or texts of at most {_MAX_HASH} characters")
@@ -512,17 +515,17 @@ def _is_hash(value: object) -> bool:
     return isinstance(value, str) and len(value) <= _MAX_HASH
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     """The value as a number; nan if the value is not a number."""
     if isinstance(value, bool):
         return math.nan
     try:
-        return float(value)
+        return float(value)  # type: ignore[arg-type]  # any object may be a number
     except (TypeError, ValueError, OverflowError):
         return math.nan
 
 
-def _arrival_s(value: Any, where: str, *, is_ms: bool) -> float:
+def _arrival_s(value: object, where: str, *, is_ms: bool) -> float:
     """Arrival time in seconds, from a number or a date such as "2023-11-16 18:15:46.6805900".
 
     Numbers are in seconds; they are in milliseconds with `is_ms` or above _MAX_ARRIVAL_S. A date without a time zone is
@@ -533,12 +536,14 @@ def _arrival_s(value: Any, where: str, *, is_ms: bool) -> float:
         number *= 1e-3
     if not math.isnan(number):
         return number
+    if not isinstance(value, str):
+        raise InputError(where, value, "a date and time, or a number")
     try:
         moment = datetime.fromisoformat(value.strip())
         if moment.tzinfo is None:
             moment = moment.replace(tzinfo=UTC)
         return moment.timestamp()
-    except (AttributeError, ValueError, OverflowError):
+    except (ValueError, OverflowError):
         raise InputError(where, value, "a date and time, or a number") from None
 
 
@@ -549,7 +554,7 @@ def _tokens_in(record: _Record, column: str, where: str) -> float:
     return _tokens(record[column], f"{where}: {column}")
 
 
-def _tokens(value: Any, where: str) -> float:
+def _tokens(value: object, where: str) -> float:
     """The value as a whole number of tokens, at least 0; raises InputError for other values."""
     number = _number(value)
     if not 0 <= number <= MAX_TOKENS or number != math.floor(number):
