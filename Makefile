@@ -33,6 +33,7 @@ test-browser: $(VENV)/.dev ## drive every page in Chromium (apt install chromium
 
 screenshots: $(VENV)/.dev ## make the documentation's pictures again, of pages and others (HERE=PROFILE.json of this machine: that of confirm, too)
 	$(BIN)/kvrsim simulate --strategy kvr-s --gpus 8 --ctx 16k --plot docs/images/plan.png >/dev/null
+	$(BIN)/kvrsim simulate --strategy kvr-s --gpus 4 --ctx 11 --partition 5,3,2,1 --explain --plot docs/images/attention.png >/dev/null
 	$(BIN)/kvrsim map --ctx 1k:32k:x2 --gpus 2,4,8 --link-bandwidths 10GB/s,300GB/s --plot docs/images/map.png >/dev/null
 	$(BIN)/python -m tests.browser.screenshots $(if $(HERE),--here $(HERE))
 

@@ -278,6 +278,7 @@ def simulate(  # planner.api
     table: str | PathLike[str] | PartitionTable | None = None,
     executor: Literal["batch", "event"] | None = None,
     breakdown: bool = False,
+    explain: bool = False,
     noise: str | PathLike[str] | Noise | None = None,
     samples: int | str | None = None,
     seed: int | str = 0,

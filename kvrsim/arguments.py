@@ -930,6 +930,13 @@ class SimulateArgs(Arguments):
     breakdown: Annotated[
         bool, Help("Print the seconds of every operation and their basis, such as measured or interpolated.")
     ] = False
+    explain: Annotated[
+        bool,
+        Help(
+            "Print the KV-Runahead paper's counts for tsp and kvr: dot products, K and V entries, Equation 1; "
+            "--plot then draws them."
+        ),
+    ] = False
 
 
 class NoiseArgs(Arguments):

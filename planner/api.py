@@ -197,6 +197,10 @@ def simulation_of(
         warnings=warnings,
         seed=noise.seed,
     )
+    if run.explain:
+        from planner.simulate import with_counts  # imported only if it is asked for
+
+        result = with_counts(result, scenario)
     return _with_users(result, scenario, users)
 
 

@@ -6,13 +6,17 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+from kvrsim.attention_map import AttentionMap, PaperCounts
 from kvrsim.choices import Executor
+from kvrsim.errors import InputError
+from kvrsim.execution import place
 from kvrsim.executors.run import check_executor, run_partition
+from kvrsim.model.mixers import Attention
 from kvrsim.program import loaded_bytes, sent_bytes, waited_s
 from kvrsim.results.question import Question
 from kvrsim.results.results import RankReport, SimResult
-from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy, get_strategy, label_of
+from kvrsim.scenario import Partition, Scenario
+from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, label_of
 from kvrsim.strategies.pipeline import layers_of, tokens_of
 from planner.candidates import Candidate, Search, prefix_access_notes
 from planner.uncertainty.intervals import coverage_notes_of, interval_of, layout_notes, measured_coverage, width_notes
@@ -98,6 +102,27 @@ def run_simulation(
         noise=noise,
         noisy=noisy,
     )
+
+
+def with_counts(result: SimResult, scenario: Scenario) -> SimResult:
+    """The result with the KV-Runahead paper's counts.
+
+    Raises InputError for a strategy, a cached prefix or a model whose attention the paper does not count.
+    """
+    request = scenario.request
+    if request.cached_prefix:
+        raise InputError("cached_prefix", request.cached_prefix, "0 with `explain`: the paper counts whole prompts")
+    for layer in scenario.model.layer_kinds:
+        mixer = layer.mixer
+        if not isinstance(mixer, Attention) or mixer.is_sparse or mixer.reach is not None:
+            accepted = "a model whose layers attend to all tokens, as the paper counts them"
+            raise InputError("explain", scenario.model.name, accepted)
+    strategy = get_strategy(result.strategy)
+    attention = AttentionMap.of(strategy, result.partition, result.query_blocks)
+    single = place(scenario.on_gpus(1), STRATEGIES["single"])
+    single_s = run_partition(single, Partition(chunk_lens=(request.new_tokens,))).ttft_s
+    counts = PaperCounts(strategy=result.strategy, attention=attention, single_s=single_s)
+    return replace(result, counts=counts)
 
 
 class _Simulated(NamedTuple):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.figure import Figure
 
+    from kvrsim.attention_map import PaperCounts
     from kvrsim.closed_loop import ClosedLoop
     from kvrsim.hardware import Cluster
     from kvrsim.noise import Distribution, Noise
@@ -205,6 +206,7 @@ class SimResult(StrategyPrediction, Answer):
     noise: Noise | None = None  # noise; `ttft_s` and `per_rank` are those of one sample
     noisy: Distribution | None = None  # TTFTs of all samples
     users: ClosedLoop | None = None  # closed-loop users of `mean_ttft_s`
+    counts: PaperCounts | None = None  # the KV-Runahead paper's counts; None: not asked for
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, without the timeline."""
@@ -218,6 +220,8 @@ class SimResult(StrategyPrediction, Answer):
             content["noise"] = {"spec": self.noise.name, **self.noise.to_dict()} | self.noisy.to_dict()
         if self.users is not None:
             content["users"] = fields_to_json(self.users)
+        if self.counts is not None:
+            content["counts"] = self.counts.to_dict()
         return content
 
     def to_frame(self) -> pandas.DataFrame:

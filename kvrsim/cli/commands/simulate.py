@@ -16,6 +16,7 @@ from kvrsim.units import format_bytes, format_count, format_seconds
 from kvrsim.views.table import Table, columns, format_partition, narrowing, ranks_table
 
 if TYPE_CHECKING:
+    from kvrsim.attention_map import PaperCounts
     from kvrsim.noise import Estimate
     from kvrsim.results.results import SimResult
     from kvrsim.results.timeline import Breakdown, BreakdownRow
@@ -34,11 +35,20 @@ def simulate(
     output.check()
     if run.executor == "batch" and (files.is_given or run.breakdown):
         raise InputError("executor", run.executor, "event, with --trace, --plot or --breakdown")
+    if run.explain and files.is_page:
+        raise InputError("plot", files.plot, "a picture with --explain: FILE.png, FILE.svg or FILE.pdf")
     from planner.api import simulation_of
 
+    timed = files.trace is not None or (files.plot is not None and not run.explain)
     with Progress() as progress:
-        result = simulation_of(args, run, noise, users, timeline=files.is_given, on_progress=progress)
+        result = simulation_of(args, run, noise, users, timeline=timed, on_progress=progress)
     print_answer(output, result.to_dict, "per_rank", lambda: simulation_screen(result))
+    if (counts := result.counts) is not None:
+        from kvrsim.views.attention_map import figure
+        from kvrsim.views.figure import save_figure
+
+        write_files((files.plot, lambda path: save_figure(figure(counts), path)))
+        files = PageArgs(trace=files.trace)
     if timeline := result.timeline:
         write_files(
             (files.trace, lambda path: timeline.write_chrome_trace(path, result.question)),
@@ -79,9 +89,24 @@ def simulation_screen(result: SimResult) -> list[lines.Part]:
         *lines.note_rows(result.warnings),
     )
     parts: list[lines.Part] = [answer, "", *lines.header(result.question, result.cluster), "", ranks_table(result), ""]
+    if result.counts is not None:
+        from kvrsim.views.attention_map import counts_table
+
+        parts += [counts_table(result.counts), _counts_facts(result.counts), ""]
     if result.breakdown is not None:
         parts += [narrowing(_breakdown(result.breakdown), "basis", "roofline"), ""]
     return [*parts, table]
+
+
+def _counts_facts(counts: PaperCounts) -> lines.Facts:
+    """The paper's lower limits of TTFT, and the dot products of each rank."""
+    products = ", ".join(f"{count:,}" for count in counts.attention.dot_products)
+    least = f"TTFT is at least {format_seconds(counts.least_s)} with these chunks"
+    return lines.facts(
+        ("by rank:", f"{products} dot products"),
+        ("Equation 1:", f"{least}, if all work grows as attention does ({format_seconds(counts.single_s)} on one GPU)"),
+        ("Equation 4:", f"TTFT*({len(counts.attention.chunks)}) is {format_seconds(counts.ttft_star_s)}: even chunks"),
+    )
 
 
 def _ttft(result: SimResult, limit: int) -> str:

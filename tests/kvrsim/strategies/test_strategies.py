@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvrsim
+from kvrsim.attention_map import AttentionMap
 from kvrsim.compile import build_program
 from kvrsim.kernels.attention import EagerRates
 from kvrsim.program import AllGather, Compute, Program, Send
@@ -67,6 +68,13 @@ def test_dot_products_and_traffic(chunks: list[int], cached: int) -> None:
         assert dot_products(tsp, rank) == pytest.approx(chunk * total, rel=1e-12)
     assert moved_tokens(scenario, kvr) == sum(ends[:-1])
     assert moved_tokens(scenario, tsp) == (len(chunks) - 1) * sum(chunks)
+    if not cached:
+        for program, gathers in ((kvr, False), (tsp, True)):
+            counted = AttentionMap(chunks=tuple(chunks), gathers=gathers)
+            assert list(counted.dot_products) == pytest.approx(
+                [dot_products(program, rank) for rank in range(len(chunks))]
+            )
+            assert counted.kv_entries == 2 * moved_tokens(scenario, program)
 
 
 def test_a_window_sends_only_its_tail(config: Any) -> None:
