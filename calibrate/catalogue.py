@@ -11,11 +11,12 @@ import json
 import random
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import MISSING, fields, replace
 from importlib import import_module
 from itertools import product
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -430,32 +431,32 @@ def _apart(numbers: Iterable[str]) -> list[str]:
     return [key for key in numbers if _STRUCTURE.search(key) or key in _LAYERS]
 
 
-def _modeling(cls: Any) -> Any:
+def _modeling(cls: type) -> ModuleType:
     return import_module(cls.__module__.replace("configuration_", "modeling_"))
 
 
-def _legacy(cls: Any) -> list[str]:
+def _legacy(cls: type[Any]) -> list[str]:
     """Keys that a class reads in addition to its fields, such as keys of older files."""
     keys = re.findall(r"kwargs\.(?:pop|get)\(\"(\w+)\"", inspect.getsource(cls))
     keys += re.findall(r"getattr\((?:self\.)?config, \"(\w+)\"", inspect.getsource(_modeling(cls)))
     return sorted({*keys} - {field.name for field in fields(cls)})
 
 
-def _recorder(original: Any, reads: set[str]) -> Any:
-    def read(self: Any, name: str) -> Any:
+def _recorder(original: Callable[[object, str], object], reads: set[str]) -> Callable[[object, str], object]:
+    def read(self: object, name: str) -> object:
         reads.add(name)
         return original(self, name)
 
     return read
 
 
-def _keys_of(data: Any) -> set[str]:
+def _keys_of(data: object) -> set[str]:
     """Keys in the expressions of a variant or of a default."""
     expressions = re.findall(r'"=([^"]*)"', json.dumps(data))
     return set(re.findall(r"[A-Za-z_]\w*", " ".join(expressions)))
 
 
-def _has_length(value: Any, count: int) -> bool:
+def _has_length(value: object, count: int) -> bool:
     return isinstance(value, list) and len(value) == count
 
 

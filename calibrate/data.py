@@ -323,15 +323,15 @@ def measurement_at(where: str, **values: Any) -> Measurement:
 class Columns:
     """Measured rows as arrays of one length, or as mappings of such arrays; formulas of rates take them."""
 
-    def take(self, some: Some) -> Self:
+    def take(self, rows: Some) -> Self:
         """Some of the rows, by index or mask."""
         columns: dict[str, Any] = {}
-        for one in fields(self):
-            value = getattr(self, one.name)
+        for field in fields(self):
+            value = getattr(self, field.name)
             if isinstance(value, np.ndarray):
-                columns[one.name] = value[some]
+                columns[field.name] = value[rows]
             elif isinstance(value, dict):
-                columns[one.name] = {name: array[some] for name, array in value.items()}
+                columns[field.name] = {name: array[rows] for name, array in value.items()}
         return replace(self, **columns)
 
 

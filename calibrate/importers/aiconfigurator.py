@@ -39,7 +39,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,9 @@ from kvrsim.kernels.experts import ExpertsCall
 from kvrsim.kernels.gemm import GEMM_TYPES
 from kvrsim.kernels.recurrence import RecurrenceCall
 from kvrsim.program import Array
+
+if TYPE_CHECKING:
+    import pandas
 
 # PyPI package by the first word of a source.
 PACKAGES = MappingProxyType({"aiconfigurator": "aiconfigurator-core", "aisimulate": "aisimulate"})
@@ -115,7 +118,7 @@ def read_aiconfigurator(text: str, argument: str = "measurements") -> list[Measu
 
 
 def _rows(
-    frame: Any, columns: Mapping[str, str], where: str, *, operation: str, source: str, **common: Any
+    frame: pandas.DataFrame, columns: Mapping[str, str], where: str, *, operation: str, source: str, **common: Any
 ) -> list[Measurement]:
     """One measurement per device, kernel and shape. `columns`: the table's column by field of Measurement."""
     measurements = []
@@ -180,7 +183,7 @@ def _read_custom(table: PackageTable) -> list[Measurement]:
     return _collectives(frame, "all_reduce", table)
 
 
-def _collectives(frame: Any, operation: str, table: PackageTable) -> list[Measurement]:
+def _collectives(frame: pandas.DataFrame, operation: str, table: PackageTable) -> list[Measurement]:
     frame = frame[frame["num_gpus"] > 1]
     nbytes = frame["message_size"] * _HALF_BYTES
     kernels = frame["kernel_source"].str.lower()
@@ -313,7 +316,7 @@ def read_experts(text: str, kinds: Sequence[str] | None = None, argument: str = 
     return [_expert_rows(frame[usable & (kind == name)], name, source, framework) for name in kinds]
 
 
-def _expert_rows(frame: Any, kind: str, source: str, framework: str) -> ExpertRows:
+def _expert_rows(frame: pandas.DataFrame, kind: str, source: str, framework: str) -> ExpertRows:
     name = frame["kernel_source"].str.removesuffix("_nongated")
     frame = frame[name == name.mode()[0]]
     frame = frame.groupby([*_MOE_SHAPE, "distribution", "num_tokens"], as_index=False)["latency"].median()
@@ -506,7 +509,7 @@ def read_table(
     texts: Sequence[str] = (),
     *,
     argument: str = "measurements",
-) -> tuple[Any, str]:
+) -> tuple[pandas.DataFrame, str]:
     """A DataFrame of systems/data/SYSTEM/TABLE/FRAMEWORK/VERSION/FILE, and the name of its source.
 
     `text`: a SOURCE; without a version, the newest version with the file is read. `numbers`: columns of whole numbers,
@@ -579,7 +582,7 @@ class PackageTable:
     def where(self) -> str:
         return f"{self.argument} {self.package.root / str(self.path)}"
 
-    def read(self, numbers: Iterable[str], texts: Iterable[str]) -> Any:
+    def read(self, numbers: Iterable[str], texts: Iterable[str]) -> pandas.DataFrame:
         """Read a DataFrame and check columns of whole numbers and of texts, and the latency in ms.
 
         InputError names the file and the column.
@@ -683,7 +686,7 @@ def version_key(version: str) -> tuple[tuple[int, ...], tuple[int, int]]:
     return numbers, (_PRE_RELEASES.get(tag[1], 0), int(tag[2] or 0))
 
 
-def _numbers(written: Any, where: str) -> Any:
+def _numbers(written: pandas.Series, where: str) -> pandas.Series:
     """Convert a column to numbers: latency in ms, others to whole numbers."""
     import pandas
 
@@ -695,14 +698,14 @@ def _numbers(written: Any, where: str) -> Any:
     return values.astype("int64")
 
 
-def _refuse(faulty: Any, written: Any, where: str, accepted: str) -> None:
+def _refuse(faulty: pandas.Series, written: pandas.Series, where: str, accepted: str) -> None:
     """Raise InputError for the first faulty row, if any."""
     if faulty.any():
         row = faulty.to_numpy().argmax()
         raise InputError(f"{where}, row {row}", written.iloc[row], accepted)
 
 
-def _merge(frame: Any, shape: list[str]) -> Iterable[tuple[tuple[Any, ...], dict[str, float | None]]]:
+def _merge(frame: pandas.DataFrame, shape: list[str]) -> Iterable[tuple[tuple[Any, ...], dict[str, float | None]]]:
     """Merge rows by device, kernel and shape: yield the median and the spread of their seconds."""
     keys = ["device", "kernel_source", *shape]
     times = frame.groupby(keys, sort=False)["latency"].agg(["median", "std"]).reset_index()

@@ -113,9 +113,15 @@ def measure(campaign: Campaign, budget_s: float, on_progress: OnProgress | None 
     log = GpuLog(campaign.gpus)  # before the bench starts processes on the GPUs
     with campaign.journal() as journal, contextlib.closing(campaign.build()) as bench, log:
         points = within_budget(bench, budget_s)
-        skipped = {str(one): f"would not fit into {budget_s:.0f} s" for one in bench.points() if one not in points}
-        earlier = [one for one in journal.results if one["point"] in set(map(str, points))]
-        samples = {point: [one["seconds"] for one in earlier if one["point"] == str(point)] for point in points}
+        skipped: dict[str, str] = {}
+        for point in bench.points():
+            if point not in points:
+                skipped[str(point)] = f"would not fit into {budget_s:.0f} s"
+        samples: dict[Point, list[Seconds]] = {point: [] for point in points}
+        point_named = {str(point): point for point in points}
+        earlier = [result for result in journal.results if result["point"] in point_named]
+        for result in earlier:
+            samples[point_named[result["point"]]].append(result["seconds"])
         began_s = monotonic()
         if earlier:
             notes = (*notes, f"resumed from {len(earlier)} samples of an interrupted run")

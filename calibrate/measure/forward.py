@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from kvrsim.runtime.host import free_memory
 from kvrsim.runtime.kv_cache import CacheListener, Chunk, PrefixCache, UpdateEvent
 from kvrsim.runtime.marks import Mark, MarkRecorder, clock_of, hooked, mark_empty, without_marks
 from kvrsim.runtime.model import load_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
@@ -39,17 +42,18 @@ class Point:
     kind: str = ""  # host, pending or block; empty: a forward pass
 
     def __str__(self) -> str:
-        sizes = "" if self.kind == "host" else f" {self.chunk}+{self.prefix}"
-        return f"{self.kind} {self.kernel}{sizes}".lstrip()
+        name = f"{self.kind} {self.kernel}".lstrip()
+        if self.kind == "host":
+            return name
+        return f"{name} {self.chunk}+{self.prefix}"
 
 
 HOST_CHUNK = 64  # tokens of the forwards that measure the host's time
 LAYERS = 2  # number of layers of the timed model; the second reads a layer's output, as in a whole model
 HEAT_S = 0.3  # seconds of work before each shorter sample: an idle GPU starts at a clock that it cannot sustain
 _HOLD = 1.5  # before a forward the device is kept busy for this multiple of the seconds that the host needs to issue it
-_EAGER_COPIES = (
-    5  # score matrices in memory at once in eager attention: scores, masked scores, softmax in fp32, weights
-)
+# Score matrices in memory at once in eager attention: scores, masked scores, softmax in fp32, weights.
+_EAGER_COPIES = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +95,9 @@ class ForwardTimer:
 
     setup: ComputeSetup
     clock: MarkRecorder
-    models: dict[str, Any] = field(default_factory=dict)  # models by attention kernel; they share their weights
+    models: dict[str, PreTrainedModel] = field(
+        default_factory=dict
+    )  # models by attention kernel; they share their weights
     known_s: dict[Point, float] = field(default_factory=dict)  # device seconds of the last timed forward
 
     @classmethod
@@ -151,7 +157,7 @@ class ForwardTimer:
             with parts.hooked(self.clock):
                 return self._time(model, geometry, parts, at)
 
-    def _heat(self, model: Any, geometry: Geometry, at: Point) -> None:
+    def _heat(self, model: PreTrainedModel, geometry: Geometry, at: Point) -> None:
         """Run forwards of the point for HEAT_S, until just before the timed one."""
         forward = self._prepare(model, geometry, at, None)
         until_s = time.monotonic() + HEAT_S
@@ -159,7 +165,7 @@ class ForwardTimer:
             forward()
             self.clock.wait()
 
-    def _time(self, model: Any, geometry: Geometry, parts: LayerParts, at: Point) -> dict[str, float]:
+    def _time(self, model: PreTrainedModel, geometry: Geometry, parts: LayerParts, at: Point) -> dict[str, float]:
         forward = self._prepare(model, geometry, at, _Marks(self.clock))
         hold_s = 0.0
         for _ in range(1 if self.clock.host_is_device else 2):  # the first run measures the host's time
@@ -175,7 +181,7 @@ class ForwardTimer:
         return parts.times(corrected)
 
     def _prepare(
-        self, model: Any, geometry: Geometry, at: Point, listener: CacheListener | None
+        self, model: PreTrainedModel, geometry: Geometry, at: Point, listener: CacheListener | None
     ) -> Callable[[], object]:
         """Prepare a forward of the point that can be repeated."""
         device = geometry.device
@@ -238,7 +244,7 @@ class HookedModule:
 class LayerParts:
     """The marked modules of a model's layers, and their seconds from the marks of a forward pass."""
 
-    def __init__(self, model: Any, geometry: Geometry, *, bare: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel, geometry: Geometry, *, bare: bool = False) -> None:
         """bare: mark whole layers only, which takes little of the host's time."""
         self.model = model
         self.geometry = geometry
@@ -320,7 +326,7 @@ class _Spans:
         return self.between(f">{name}", f"<{name}")
 
 
-def _parts(layer: Any, geometry: Geometry) -> Iterator[HookedModule]:
+def _parts(layer: nn.Module, geometry: Geometry) -> Iterator[HookedModule]:
     """Yield matrix products, norms, and the MLP as a whole; experts are not supported."""
     attention, output = geometry.mixer_of(layer)
     assert attention is not None

@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import date
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from calibrate.data import name_parts
+from calibrate.fit.fit import to_digits
 from calibrate.prefills.rows import PrefillRow
 from calibrate.prefills.solve import Array, Prior, Solution, solve
 from kvrsim.builder import make_scenario
@@ -71,7 +73,9 @@ class PrefillCase:
 
     def ttft_s(self, change: Change | None = None) -> float:
         """Predicted seconds for the scenario, or for the scenario after `change`."""
-        execution = self.execution if change is None else self.execution.on(change(self.scenario))
+        execution = self.execution
+        if change is not None:
+            execution = execution.on(change(self.scenario))
         return float(ttft_s(execution, np.array([self.partition.chunk_lens], dtype=float))[0])
 
     @property
@@ -280,11 +284,16 @@ class EngineTerms:
         engine: the prior; None: PRIOR_ENGINE. lengths: whether the rows' lengths differ enough to determine seconds per
         token, a term that the prior may lack.
         """
-        base = load_engine(PRIOR_ENGINE) if engine is None else engine
+        base = engine
+        if base is None:
+            base = load_engine(PRIOR_ENGINE)
         priors = []
         for name in TERMS:
             log_sd = base.spread.get(name, 0.0)
-            median = base.scale_on(profile.gpu) if name == KERNEL_SCALE else getattr(base.host, name, 0.0)
+            if name == KERNEL_SCALE:
+                median = base.scale_on(profile.gpu)
+            else:
+                median = getattr(base.host, name, 0.0)
             if name != MODEL and log_sd > 0 and median > 0:
                 priors.append(Prior(name=name, median=median, log_sd=log_sd))
         if not priors:
@@ -304,7 +313,9 @@ class EngineTerms:
     def engine_with(self, values: Mapping[str, float]) -> Engine:
         """The engine with these values of its terms."""
         host = {name: value for name, value in values.items() if name in _HOST}
-        scale = {self.gpu: values[KERNEL_SCALE]} if KERNEL_SCALE in values else self.engine.kernel_scale
+        scale = self.engine.kernel_scale
+        if KERNEL_SCALE in values:
+            scale = {self.gpu: values[KERNEL_SCALE]}
         return replace(self.engine, host=replace(self.engine.host, **host), kernel_scale=scale)
 
     def scenario_with(self, scenario: PlacedScenario, values: Mapping[str, float]) -> PlacedScenario:
@@ -444,37 +455,28 @@ def fit_prefills(
         row = cases[worst].row
         accepted = "times near each other for like prefills: no engine explains these rows together"
         raise InputError(f"{row.where}: TTFT", f"{row.ttft_s:.4g} s", accepted)
-    values = {term: float(f"{value:.4g}") for term, value in terms.named(solution.values).items()}
+    values = {term: to_digits(value) for term, value in terms.named(solution.values).items()}
     if SUSTAINED_SHARE in values:
         values[SUSTAINED_SHARE] = min(1.0, values[SUSTAINED_SHARE])
-    fitted = tuple(
-        TermFit(prior=prior, value=values[prior.name], log_sd=float(log_sd))
-        for prior, log_sd in zip(terms.priors, solution.log_sd, strict=True)
-    )
-    rows = f"{len(labels)} prefill{'s' * (len(labels) > 1)}"
-    spread = {term.prior.name: float(f"{term.log_sd:.3g}") for term in fitted if term.prior.name in TERMS}
     engine = replace(
-        terms.engine_with(values),
-        name=name,
-        title=f"fitted to {rows}",
-        description=f"{rows} of one's own ({source}), with {terms.engine.name} as the prior.",
-        not_covered="Models, lengths and numbers of GPUs far from those of the rows.",
-        spread=dict(terms.engine.spread) | spread | {MODEL: float(f"{solution.noise_log_sd:.3g}")},
-        layouts=_layouts(cases),
-        fit=_engine_fit(solution, measured_s, source),
-        provenance={
-            "fitted": f"{date.today().isoformat()} by kvrsim {__version__}",
-            "prior": terms.engine.name,
-            "rows": source,
-        },
+        _fitted_engine(terms, values, solution, cases, source), name=name, fit=_engine_fit(solution, measured_s, source)
     )
     fitted_profile = replace(
-        with_clock(profile, values), name=name, engine=engine, residual=None, cluster=profile.cluster or cluster
-    )
-    fit = PrefillFit(
-        profile=replace(fitted_profile, valid=_range_with(profile.valid, cases)),
+        with_clock(profile, values),
+        name=name,
         engine=engine,
-        terms=fitted,
+        residual=None,
+        cluster=profile.cluster or cluster,
+        valid=_range_with(profile.valid, cases),
+    )
+    fitted_terms = []
+    for prior_of_term, log_sd in zip(terms.priors, solution.log_sd, strict=True):
+        term = TermFit(prior=prior_of_term, value=values[prior_of_term.name], log_sd=float(log_sd))
+        fitted_terms.append(term)
+    fit = PrefillFit(
+        profile=fitted_profile,
+        engine=engine,
+        terms=tuple(fitted_terms),
         cases=labels,
         measured_s=measured_s,
         before_s=np.array([case.ttft_s() for case in cases]),
@@ -483,16 +485,45 @@ def fit_prefills(
     return _with_coverage(fit, cases, interval_of)
 
 
+def _fitted_engine(
+    terms: EngineTerms, values: Mapping[str, float], solution: Solution, cases: Sequence[PrefillCase], source: str
+) -> Engine:
+    """The engine with the fitted terms, their spreads, and what a reader must know of the rows."""
+    rows = f"{len(cases)} prefill"
+    if len(cases) > 1:
+        rows += "s"
+    spread = dict(terms.engine.spread)
+    for prior, log_sd in zip(terms.priors, solution.log_sd, strict=True):
+        if prior.name in TERMS:
+            spread[prior.name] = to_digits(float(log_sd), 3)
+    spread[MODEL] = to_digits(solution.noise_log_sd, 3)
+    return replace(
+        terms.engine_with(values),
+        title=f"fitted to {rows}",
+        description=f"{rows} of one's own ({source}), with {terms.engine.name} as the prior.",
+        not_covered="Models, lengths and numbers of GPUs far from those of the rows.",
+        spread=spread,
+        layouts=_layouts(cases),
+        provenance={
+            "fitted": f"{date.today().isoformat()} by kvrsim {__version__}",
+            "prior": terms.engine.name,
+            "rows": source,
+        },
+    )
+
+
 def _layouts(cases: Sequence[PrefillCase]) -> tuple[str, ...]:
     """The ways in which some of the rows divide a prefill over GPUs."""
-    return tuple(kind for kind in LAYOUT_KINDS if any(kind in case.scenario.layout_kinds for case in cases))
+    kinds = set(chain.from_iterable(case.scenario.layout_kinds for case in cases))
+    return tuple(kind for kind in LAYOUT_KINDS if kind in kinds)
 
 
 def _range_with(valid: ValidRange, cases: Sequence[PrefillCase]) -> ValidRange:
     """The measured range of a profile and of the rows together."""
     contexts = [case.scenario.request.context_len for case in cases]
     gpus = [case.row.num_gpus or 1 for case in cases]
-    (shortest, longest), (fewest, most) = valid.context_len, valid.num_gpus
+    shortest, longest = valid.context_len
+    fewest, most = valid.num_gpus
     return replace(
         valid,
         context_len=(min(shortest, *contexts), max(longest, *contexts)),

@@ -14,6 +14,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -89,31 +90,36 @@ class Recipe:
 
     def fit(self, name: str, vidur: Path) -> FitReport:
         """Fit the profile; `vidur`: a clone of microsoft/vidur."""
+        assumed = "host clock (a dozen launches of 5 us a layer); messages beside computation"
+        if self.message_sms > 0:
+            assumed += f", which hold {self.message_sms} multiprocessors"
+        label = Label(
+            name=name,
+            description=self.description,
+            not_covered=self.not_covered,
+            provenance={"command": f"python -m calibrate.shipped.recipes {name} --vidur CLONE", "assumed": assumed},
+        )
+        choices = FitChoices(
+            attention_kernel=self.attention_kernel,
+            keep_shapes=builtin_shapes(),
+            others=_rows_of(self.compare, vidur),
+            hidden_size=self.hidden_size,
+            elementwise=self.elementwise,
+        )
         profile, report = fit_profile(
-            [row for table in self.sources for row in table.rows(vidur)],
-            Label(
-                name=name,
-                description=self.description,
-                not_covered=self.not_covered,
-                provenance={
-                    "command": f"python -m calibrate.shipped.recipes {name} --vidur CLONE",
-                    "assumed": "host clock (a dozen launches of 5 us a layer); messages beside computation"
-                    + f", which hold {self.message_sms} multiprocessors" * (self.message_sms > 0),
-                },
-            ),
+            _rows_of(self.sources, vidur),
+            label,
             gpu=load_gpu(self.gpu),
             link=load_link(self.link),
-            choices=FitChoices(
-                attention_kernel=self.attention_kernel,
-                keep_shapes=builtin_shapes(),
-                others=[row for table in self.compare for row in table.rows(vidur)],
-                hidden_size=self.hidden_size,
-                elementwise=self.elementwise,
-            ),
+            choices=choices,
             argument=name,
         )
         links = replace(profile.links, message_sms=self.message_sms)
         return fit_sections(replace(report, profile=replace(profile, links=links, engine=self.engine)), self.sections)
+
+
+def _rows_of(tables: Sequence[RecipeTable], vidur: Path) -> list[Measurement]:
+    return list(chain.from_iterable(table.rows(vidur) for table in tables))
 
 
 def read_public(text: str, vidur: Path) -> list[Measurement]:
@@ -158,16 +164,21 @@ def fit_sections(
     recipes = JsonObject(fields=sections, where="recipes: sections")
     recipes.only(tuple(fits))
     profile = report.profile
-    fitted = {name: fits[name](recipes.child(name), profile) for name in fits if recipes.has(name)}
-    operations = dict(profile.operations) | {name: one.operation for name, one in fitted.items()}
+    rates: dict[str, Any] = {}
+    operations = dict(profile.operations)
+    lines = dict(report.lines)
+    for name, fit_section in fits.items():
+        if recipes.has(name):
+            fit = fit_section(recipes.child(name), profile)
+            rates[name] = fit.rates
+            operations[name] = fit.operation
+            lines[name] = fit.lines()
     profile = replace(
         profile,
-        kernels=replace(profile.kernels, **{name: one.rates for name, one in fitted.items()}),
+        kernels=replace(profile.kernels, **rates),
         operations={kind: operations[kind] for kind in OPERATION_KINDS if kind in operations},
     )
-    return replace(
-        report, profile=profile, lines={**report.lines, **{name: one.lines() for name, one in fitted.items()}}
-    )
+    return replace(report, profile=profile, lines=lines)
 
 
 def recipe_names() -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from kvrsim.errors import InputError
@@ -58,7 +59,7 @@ _ARITHMETIC = (
 )
 
 
-def freeze(value: Any) -> Any:
+def freeze(value: object) -> Any:
     """A value of the model as JSON: {"Gemm": {...}} without defaults; a symbol becomes its expression after "="."""
     if is_dataclass(value):
         content: dict[str, Any] = {}
@@ -74,7 +75,7 @@ def freeze(value: Any) -> Any:
     return value
 
 
-def thaw(data: Any, numbers: Mapping[str, int]) -> Any:
+def thaw(data: object, numbers: Mapping[str, int]) -> Any:
     """Compute the value from JSON, with `numbers` in its expressions. Raises ZeroDivisionError or KeyError."""
     if isinstance(data, dict):
         ((name, content),) = data.items()
@@ -93,7 +94,7 @@ def evaluate(expression: str, numbers: Mapping[str, int]) -> int:
 
 
 @cache
-def _code(expression: str) -> Any:
+def _code(expression: str) -> CodeType:
     accepted = "names, whole numbers, +, -, *, // and brackets"
     try:
         tree = ast.parse(expression, mode="eval")
@@ -360,7 +361,7 @@ def targets() -> dict[str, set[str]]:
     return result
 
 
-def _as_list(entries: Any) -> list[Any]:
+def _as_list(entries: object) -> list[Any]:
     """The entries of a type in remote_types.json: one, or a list of them with conditions."""
     if isinstance(entries, list):
         return entries
@@ -392,7 +393,7 @@ def remote_type(config: JsonObject) -> Mapping[str, Any]:
     return {}
 
 
-def _meets(value: Any, accepted: Any) -> bool:
+def _meets(value: object, accepted: object) -> bool:
     """Whether a value is the accepted one; "*" accepts all values that are not empty."""
     return bool(value == accepted or (accepted == "*" and value))
 
