@@ -266,7 +266,8 @@ class StrategyResult:
     layout: Layout  # layout of all GPUs
     searched: bool = True  # False: a rough partition; the strategy cannot be the best, or the budget ended
     engines: Mapping[str, str] = field(default_factory=dict)  # engines with the strategy, each with the checked version
-    effort: SearchReport | None = None  # effort of the search of its partition; None: nothing to search, or a table
+    method: str | None = None  # search method of its partition; None: nothing to search, or a table
+    evaluations: int | None = None  # partitions that this search simulated; None: as `method`
     lower_bound_s: float | None = None  # proven in that search: none of its partitions is faster; None: not proven
     paper_ttft_s: float | None = None  # TTFT that the KV-Runahead paper measured; None: it did not ask this question
     source: StrategySource = field(compare=False)  # computes the properties
@@ -324,7 +325,7 @@ class StrategyResult:
         content |= fields_to_json(self, *times)
         content["peak_bytes"] = [rank.total for rank in self.memory]
         content |= fields_to_json(
-            self, "fits", "engines", "layout", "searched", "effort", "lower_bound_s", "paper_ttft_s"
+            self, "fits", "engines", "layout", "searched", "method", "evaluations", "lower_bound_s", "paper_ttft_s"
         )
         return content
 

@@ -285,10 +285,9 @@ def _runahead(plan: Plan) -> Iterator[str]:
     parts = list[str]()
     if lower_s is not None:
         parts.append(f"No partition of KV-Runahead is below {format_seconds(lower_s)} in this model (proven).")
-    effort = kvr.effort
-    if effort is not None and kvr.searched:
-        method = _SEARCHES.get(effort.method, effort.method)
-        parts.append(f"The search tried {effort.evaluations} partitions: {method}.")
+    if kvr.method is not None and kvr.searched:
+        method = _SEARCHES.get(kvr.method, kvr.method)
+        parts.append(f"The search tried {kvr.evaluations} partitions: {method}.")
     if parts:
         yield " ".join(parts)
 
