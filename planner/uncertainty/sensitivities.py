@@ -250,14 +250,21 @@ def end_to_end_residual(scenario: Scenario) -> Residual | None:
 def engine_log_sd(runs: _Runs) -> float | None:
     """Standard deviation of log TTFT by the errors of the engine's rows; None: never compared with whole prefills.
 
-    For a layout that none of its rows has, it is at least that of the rule for the engines that ship.
+    It is at least the floor of the rule for the engines that ship, except where single rows were left out, because the
+    others show the same machine. For a layout that none of its rows has, it is at least that of the whole rule.
     """
     scenario = runs.execution.placed
-    assert scenario.engine is not None
-    log_sd = scenario.engine.rows_log_sd
-    if log_sd is None or not unmeasured_layouts(scenario):
+    engine = scenario.engine
+    assert engine is not None
+    log_sd = engine.rows_log_sd
+    if log_sd is None:
+        return None
+    rule = error_rule()
+    if engine.fit is not None and engine.fit.left_out != "row":
+        log_sd = max(log_sd, rule.floor)
+    if not unmeasured_layouts(scenario):
         return log_sd
-    by_rule = error_rule().log_sds(replace(runs.shares(), new_layouts=()))
+    by_rule = rule.log_sds(replace(runs.shares(), new_layouts=()))
     return max(log_sd, math.hypot(*by_rule.values()))
 
 

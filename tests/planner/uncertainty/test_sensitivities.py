@@ -231,6 +231,25 @@ def test_what_was_fitted_to_whole_prefills_has_the_kernels_errors_in_it() -> Non
     assert from_fit.by_source["model"].high == pytest.approx(1.2816 * 0.04)
 
 
+def test_no_engine_is_surer_than_the_floor() -> None:
+    """Except where single rows were left out: the others show the same machine."""
+    floor = error_rule().floor
+    for left_out, log_sd, expected in (("setting", 0.01, floor), ("row", 0.01, 0.01), ("setting", 0.2, 0.2)):
+        engine = replace(NOTHING, fit=replace(COMPARED, left_out=left_out, log_sd=log_sd))
+        _, sure = around(engine)
+        assert sure.by_source["model"].high == pytest.approx(1.2816 * expected)
+
+
+def test_exact_rows_say_nothing_of_another_layout() -> None:
+    """For a layout that no row has, an engine's interval is at least that of the rule."""
+    engine = replace(NOTHING, fit=replace(COMPARED, log_sd=0.001), layouts=("tensor",))
+    (_, tensor), (_, context) = (around(engine, strategy) for strategy in ("tp", "kvr-e"))
+    assert tensor.by_source["model"].high == pytest.approx(1.2816 * 0.001)
+    rule = error_rule()
+    assert context.by_source["model"].high >= 1.2816 * math.hypot(rule.floor, rule.kernels["dense"])
+    assert context.by_source["a context that GPUs split, not measured"].high > 0
+
+
 LAYOUTS = {
     "single": (1, ()),
     "pp": (8, ("pipeline",)),
