@@ -68,9 +68,11 @@ class DeployEngine(NamedTuple):
         if layout.pieces == "searched" and not self.uneven_pieces:
             return "pieces of different lengths"
         if not layout.is_mixture and layout.data > 1:
-            nodes = scenario.cluster.gpus_per_node is not None and scenario.cluster.gpus_per_node < layout.num_gpus
-            if self.name == "trtllm" or (self.name == "sglang" and nodes):
-                return "data groups of a dense model" + " on several nodes" * nodes
+            per_node = scenario.cluster.gpus_per_node
+            if per_node is not None and per_node < layout.num_gpus and self.name in ("trtllm", "sglang"):
+                return "data groups of a dense model on several nodes"
+            if self.name == "trtllm":
+                return "data groups of a dense model"
         return _LACKS[self.name](layout, schemes.get(model_type, ""))
 
 
@@ -91,10 +93,12 @@ def launching_engine(scenario: Scenario, asked: str | None = None, parameter: st
     the parameter if another engine is asked for than the one whose times the scenario has.
     """
     record = scenario.engine
-    timed = None if record is None else record.launched_as
-    if record is not None and None not in (asked, timed) and asked != timed:
+    if record is None or record.launched_as is None:
+        return asked
+    timed = record.launched_as
+    if asked not in (None, timed):
         raise InputError(parameter, asked, f"{timed}, whose times --engine {record.name} gives")
-    return asked or timed
+    return timed
 
 
 def engines_with(strategy: Strategy, scenario: Scenario) -> dict[str, str]:
@@ -108,13 +112,14 @@ def engines_for(strategy: Strategy) -> tuple[str, ...]:
     if not strategy.degrees.is_deployable:
         return ()
     engines = (deploy_engine(name) for name in DEPLOY_ENGINES)
-    return tuple(one.name for one in engines if one.has_kind(strategy.degrees))
+    return tuple(engine.name for engine in engines if engine.has_kind(strategy.degrees))
 
 
 def layout_on_gpus(strategy: Strategy, scenario: Scenario) -> Layout:
     """The layout of a strategy on the scenario's GPUs; strategies that use one GPU have a layout of one GPU."""
-    whole = strategy.partition_rule == "whole"
-    return layout_of(scenario.on_gpus(1) if whole else scenario, strategy.degrees)
+    if strategy.partition_rule == "whole":
+        scenario = scenario.on_gpus(1)
+    return layout_of(scenario, strategy.degrees)
 
 
 def _vllm_lacks(layout: Layout, _: str) -> str | None:
@@ -124,7 +129,9 @@ def _vllm_lacks(layout: Layout, _: str) -> str | None:
     """
     if layout.expert_data > 1 and layout.is_mixture:
         return "copies of the experts"
-    return None if 1 in (layout.expert_tensor, layout.expert_parallel) else "experts both spread and sliced"
+    if 1 in (layout.expert_tensor, layout.expert_parallel):
+        return None
+    return "experts both spread and sliced"
 
 
 def _sglang_lacks(layout: Layout, way: str) -> str | None:
@@ -144,7 +151,9 @@ def _sglang_lacks(layout: Layout, way: str) -> str | None:
     if not layout.is_mixture or layout.expert_data == 1:
         return None
     copies = layout.expert_data == layout.context and layout.pipeline == 1 and way == "gathered"
-    return None if copies else "a copy of the experts per data rank"
+    if copies:
+        return None
+    return "a copy of the experts per data rank"
 
 
 def _trtllm_lacks(layout: Layout, _: str) -> str | None:
@@ -154,7 +163,9 @@ def _trtllm_lacks(layout: Layout, _: str) -> str | None:
     """
     if layout.data > 1 and layout.tensor > 1:
         return "attention split by heads in data groups"
-    return "copies of the experts" if layout.is_mixture and layout.expert_data > 1 else None
+    if layout.is_mixture and layout.expert_data > 1:
+        return "copies of the experts"
+    return None
 
 
 _LACKS: Mapping[str, Callable[[Layout, str], str | None]] = {

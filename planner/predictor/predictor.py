@@ -69,12 +69,12 @@ class TtftPredictor(GridFile):
         if not self.strategies:
             raise InputError("strategies", "none", "at least one strategy")
         sizes = (len(self.batch), len(self.cached_prefix), len(self.new_tokens))
-        for index, one in enumerate(self.strategies):
-            for key in ("most_new_tokens", "ttft_s", "ttft_low_s", "ttft_high_s"):
-                least = sizes[:2] if key == "most_new_tokens" else sizes
-                if not _has_shape(getattr(one, key), least):
-                    shape = " x ".join(map(str, least))
-                    raise InputError(f"strategies[{index}].{key}", "another shape", f"an array of {shape} numbers")
+        shapes = {"most_new_tokens": sizes[:2], "ttft_s": sizes, "ttft_low_s": sizes, "ttft_high_s": sizes}
+        for index, times in enumerate(self.strategies):
+            for key, shape in shapes.items():
+                if not _has_shape(getattr(times, key), shape):
+                    text = " x ".join(map(str, shape))
+                    raise InputError(f"strategies[{index}].{key}", "another shape", f"an array of {text} numbers")
 
     def predict(self, *, ctx: int, cached_prefix: int = 0, batch: int = 1) -> TtftEstimate:
         """TTFT of the fastest strategy that fits, by linear interpolation between eight grid points around the prefill.
@@ -92,11 +92,12 @@ class TtftPredictor(GridFile):
         rows = _around(self.batch, batch)
         columns = _around(self.cached_prefix, cached_prefix)
         places = [(*pair, _around(self.new_tokens, new)) for pair in product(rows, columns)]
-        fitting = [one for one in self.strategies if new <= self._most(one, rows, columns, batch)]
+        most_new = [self._most(times, rows, columns, batch) for times in self.strategies]
+        fitting = [times for times, most in zip(self.strategies, most_new, strict=True) if new <= most]
         if not fitting:
-            most = cached_prefix + int(max(self._most(one, rows, columns, batch) for one in self.strategies))
+            most = cached_prefix + int(max(most_new))
             raise InputError("ctx", ctx, f"at most {most} tokens: more do not fit in the GPUs' memory")
-        best = min(fitting, key=lambda one: _mean(one.ttft_s, places))
+        best = min(fitting, key=lambda times: _mean(times.ttft_s, places))
         return TtftEstimate(
             ttft_s=_mean(best.ttft_s, places),
             ttft_low_s=_mean(best.ttft_low_s, places),
@@ -104,13 +105,12 @@ class TtftPredictor(GridFile):
             strategy=best.strategy,
         )
 
-    def _most(self, one: StrategyTimes, rows: Around, columns: Around, batch: int) -> float:
+    def _most(self, times: StrategyTimes, rows: Around, columns: Around, batch: int) -> float:
         """The most new tokens per sequence that fit; the total over the batch is nearly linear in prefix and batch."""
-        together = (
-            weight * share * self.batch[row] * one.most_new_tokens[row][column]
-            for (row, weight), (column, share) in product(rows, columns)
-        )
-        return sum(together) / batch
+        total = 0.0
+        for (row, weight), (column, share) in product(rows, columns):
+            total += weight * share * self.batch[row] * times.most_new_tokens[row][column]
+        return total / batch
 
     @classmethod
     def plain_fields(cls, data: JsonObject) -> dict[str, Any]:
@@ -139,11 +139,11 @@ def _around(points: Sequence[int], value: int) -> Around:
 
 
 def _mean(seconds: Seconds, places: Sequence[tuple[tuple[int, float], tuple[int, float], Around]]) -> float:
-    return sum(
-        weight * share * part * seconds[row][column][point]
-        for (row, weight), (column, share), points in places
-        for point, part in points
-    )
+    mean_s = 0.0
+    for (row, weight), (column, share), points in places:
+        for point, part in points:
+            mean_s += weight * share * part * seconds[row][column][point]
+    return mean_s
 
 
 def _has_shape(values: Any, shape: Sequence[int]) -> bool:

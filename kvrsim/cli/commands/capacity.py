@@ -11,7 +11,7 @@ from kvrsim.cli.commands.plan import show_deployment
 from kvrsim.cli.options import DeployArgs, OutputArgs, PictureOrPagePath, pool_of, with_options
 from kvrsim.cli.output import print_answer, write_files
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Part, facts, header, limit_text, note_rows, rests_on_line
+from kvrsim.cli.text import Part, Row, facts, header, limit_text, note_rows, rests_on_line
 from kvrsim.cli.text import headline as emphasised
 from kvrsim.units import format_seconds
 
@@ -93,19 +93,24 @@ def capacity_screen(plan: CapacityPlan) -> list[Part]:
     """Screen of a fleet: the answer, the request, the alternatives, and the basis of the answer."""
     from kvrsim.views.capacity import details, fleet_table, group_table, headline, verdict
 
+    first: list[Row] = [("no answer:", emphasised(verdict(plan)))]
+    if plan.feasible:
+        first = [("answer:", emphasised(verdict(plan)))]
+    first.append(("target:", headline(plan)))
+    below: list[Row] = []
     is_served = plan.first.unserved < plan.first.requests
-    about = [(f"{label}:", line) for label, line in details(plan)] if is_served else []
-    answer = facts(
-        ("answer:" if plan.feasible else "no answer:", emphasised(verdict(plan))),
-        ("target:", headline(plan)),
-        *(
-            ("groups:", f"{tokens} new tokens: {groups}; time by strategy: {strategies}; {requests} of the requests")
-            for tokens, groups, strategies, requests in (group_table(plan).texts() if is_served else ())
-        ),
-        *(row for row in about if row[0] in _FIRST),
-    )
+    if is_served:
+        for tokens, groups, strategies, requests in group_table(plan).texts():
+            times = f"time by strategy: {strategies}"
+            first.append(("groups:", f"{tokens} new tokens: {groups}; {times}; {requests} of the requests"))
+        for label, line in details(plan):
+            row = (f"{label}:", line)
+            if row[0] in _FIRST:
+                first.append(row)
+            else:
+                below.append(row)
     table = facts(
-        *(row for row in about if row[0] not in _FIRST),
+        *below,
         *(("why not:", reason) for reason in plan.reasons()),
         ("memory:", limit_text(plan.scenario.memory_limit)),
         *((f"{label}:", plan.assumptions()[label]) for label in ("decoding", "dispatch")),
@@ -113,8 +118,11 @@ def capacity_screen(plan: CapacityPlan) -> list[Part]:
         ("rests on:", rests_on_line(plan.question)),
         *note_rows(plan.warnings),
     )
-    args = header(plan.question, plan.cluster, f"Fleet for {plan.scenario.model.name}")
-    fleets = fleet_table(plan)
-    fleets.rows = fleets.rows[:_SHOWN]
-    fleets.styles = fleets.styles[:_SHOWN]
-    return [answer, "", *args, "", *((fleets, "") if is_served else ()), table]
+    parts: list[Part] = [facts(*first), ""]
+    parts += [*header(plan.question, plan.cluster, f"Fleet for {plan.scenario.model.name}"), ""]
+    if is_served:
+        fleets = fleet_table(plan)
+        fleets.rows = fleets.rows[:_SHOWN]
+        fleets.styles = fleets.styles[:_SHOWN]
+        parts += [fleets, ""]
+    return [*parts, table]

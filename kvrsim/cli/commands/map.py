@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Annotated
 
 from kvrsim.arguments import Help, MapArgs, PoolArgs, ScenariosArgs
@@ -53,10 +54,10 @@ def map_screen(result: StrategyMap) -> list[Part]:
     answer = list[Row]()
     notes = list[str]()
     for bandwidth in result.bandwidths:
-        here = [one for one in result.best() if one.link_bandwidth_bytes_per_s == bandwidth]
+        here = [winner for winner in result.best() if winner.link_bandwidth_bytes_per_s == bandwidth]
         line = "; ".join(_best_by_context(here)) or "nothing fits in memory"
         answer.append((f"best, {format_bandwidth(bandwidth)}:", headline(line)))
-        if result.gpu_counts[-1] > 1 and not any(one.pays for one in here):
+        if result.gpu_counts[-1] > 1 and not any(winner.pays for winner in here):
             links = f"links of {format_bandwidth(bandwidth)}"
             notes.append(f"with {links}, more than one GPU is not faster at any of these contexts")
     too_long = [point.context_len for point in result.points if point.strategy == "single" and not point.fits]
@@ -65,9 +66,11 @@ def map_screen(result: StrategyMap) -> list[Part]:
         notes.append(
             f"from {shortest} on, one GPU has too little memory: there, gains (×) are over a time as if it fitted"
         )
-    ties = f"{TIED}N: N others tie, the difference is within its prediction interval (--json says which)"
+    ties = None
+    if any(winner.ties and winner.pays for winner in result.winners()):
+        ties = f"{TIED}N: N others tie, the difference is within its prediction interval (--json says which)"
     table = facts(
-        ("ties:", ties if any(winner.ties and winner.pays for winner in result.winners()) else None),
+        ("ties:", ties),
         ("memory:", limit_text(result.memory_limit)),
         ("compared:", compared_text(result)),
         *note_rows((*notes, *result.warnings)),
@@ -82,7 +85,9 @@ def map_screen(result: StrategyMap) -> list[Part]:
 def compared_text(result: StrategyMap) -> str:
     """The strategies on the map, and whether plan compares more."""
     names = result.strategies
-    text = ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} strategies (--json names them)"
+    text = ", ".join(names)
+    if len(names) > _MOST_NAMES:
+        text = f"{len(names)} strategies (--json names them)"
     asked = dict(result.question.options)["strategies"]
     if asked is not None and "all" in asked:
         return text
@@ -91,12 +96,14 @@ def compared_text(result: StrategyMap) -> str:
 
 def _best_by_context(best: list[Winner]) -> Iterator[str]:
     """Merge neighbouring contexts with the same best: "kvr-s on 8 GPUs from 4k to 8k, 104 ms to 228 ms"."""
-    for (strategy, count), group in groupby(best, key=lambda one: (one.strategy, one.num_gpus)):
+    for (strategy, count), group in groupby(best, key=attrgetter("strategy", "num_gpus")):
         first, *others = group
-        last = (first, *others)[-1]
-        on = f"{strategy} on {count} GPUs" if first.pays else "1 GPU"
+        on = "1 GPU"
+        if first.pays:
+            on = f"{strategy} on {count} GPUs"
         span = f"at {format_tokens(first.context_len)}, {format_seconds(first.ttft_s)}"
         if others:
+            last = others[-1]
             span = f"from {format_tokens(first.context_len)} to {format_tokens(last.context_len)}"
             span += f", {format_seconds(first.ttft_s)} to {format_seconds(last.ttft_s)}"
         yield f"{on} {span}"
