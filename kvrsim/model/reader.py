@@ -75,6 +75,12 @@ _KEYS_VALUES = re.compile(r"^(?:project_|W)?(?:k|v|key|value)(?:_proj|_lin)?$")
 _GATES = re.compile(r"gate|^g_proj$")
 _SERVES_ALL = re.compile(r"latent|routed_expert")  # projections to the width of routed experts and back
 _MIXERS = re.compile("(Attention|Mixer)(?!.*Layer)|Attn|RecurrentBlock|LSTMLayer|MambaLayer|DeltaNet|ShortConv")
+# Attributes of a module with the sizes of its state, by kind: heads of keys and of values, and their widths.
+_STATE_SIZES: Mapping[str, tuple[str, str, str, str]] = {
+    "gated_delta": ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"),
+    "kda": ("num_heads", "num_heads", "head_dim", "head_dim"),
+    "mamba2": ("n_groups", "num_heads", "ssm_state_size", "head_dim"),
+}
 _STREAMS = re.compile("HyperConnection|HyperHead|AltUp")  # classes with weights of residual streams
 _WITH_NORMS = re.compile("HyperConnection|AltUp|Router")  # classes with norms of their own
 
@@ -600,6 +606,19 @@ class _Reader:
     # MLPs and experts
 
     def _mlp(self, layer: _LayerModules, parts: Mapping[str, nn.Module]) -> LayerSpec:
+        """A layer without a mixer, from the modules outside the mixers."""
+        linears, cube = self._mlp_weights(layer, parts)
+        if cube:
+            return self._mixture(layer, parts, linears, cube)
+        mlp = self._split(layer, linears)
+        widths = [gemm.out_features for gemm in mlp if gemm.split == "columns"]
+        return LayerSpec(mixer=None, mlp=mlp, gated_mlp=bool(mlp) and sum(widths) == 2 * mlp[-1].in_features)
+
+    def _mlp_weights(self, layer: _LayerModules, parts: Mapping[str, nn.Module]) -> tuple[list[str], str]:
+        """Names of the matrices outside the mixers and the experts, and of the module with experts ("": there is none).
+
+        Modules that a prefill does not run give a note.
+        """
         linears: list[str] = []
         cube = ""
         for name, module in parts.items():
@@ -615,23 +634,23 @@ class _Reader:
             outer = layer.named[name.partition(".")[0]]
             if weights and not runs and not self._has_products(outer) and not isinstance(module, nn.Conv1d):
                 self.notes.append(f"{name.partition('.')[0]} is not run in a prefill")
-        if not cube:
-            mlp = self._split(layer, linears)
-            widths = [gemm.out_features for gemm in mlp if gemm.split == "columns"]
-            return LayerSpec(mixer=None, mlp=mlp, gated_mlp=bool(mlp) and sum(widths) == 2 * mlp[-1].in_features)
+        return linears, cube
+
+    def _mixture(
+        self, layer: _LayerModules, parts: Mapping[str, nn.Module], linears: list[str], cube: str
+    ) -> LayerSpec:
+        """A layer with routed experts, which are the module `cube`; linears: matrices of the router and shared experts.
+
+        Raises RefusedError without a router, and where the class's products of experts are others.
+        """
         experts = parts[cube]
         place = f"{layer.place}.{cube}"
         matrices = next(weight for weight in experts.parameters() if weight.dim() == 3)
         count = self.sizes.of(matrices)[0]
-        routers = []
-        for path in linears:
-            gemm = layer.gemms[path]
-            if gemm.groups == 1 and gemm.out_features == count:
-                routers.append(path)
-        if not routers:
+        router = self._router(layer, linears, count)
+        if router is None:
             raise RefusedError(f"{cube} ({type(experts).__name__}): no router")
-        router = min(routers, key=lambda name: not re.search("router|gate", name))
-        linears.remove(router)
+        shared = [path for path in linears if path != router]
         near = (router, router.rpartition(".")[0], cube.rpartition(".")[0])
         top_k = _number("num_experts_per_tok", *(parts.get(name) for name in near), self.config)
         if not top_k:
@@ -653,8 +672,17 @@ class _Reader:
             num_experts=count,
             num_experts_per_tok=top_k,
             router=layer.gemm(router),
-            shared_mlp=self._split(layer, linears),
+            shared_mlp=self._split(layer, shared),
         )
+
+    def _router(self, layer: _LayerModules, linears: Sequence[str], count: int) -> str | None:
+        """The matrix with one output per expert; of several, one that is called so."""
+        routers = []
+        for path in linears:
+            gemm = layer.gemms[path]
+            if gemm.groups == 1 and gemm.out_features == count:
+                routers.append(path)
+        return min(routers, key=lambda name: not re.search("router|gate", name), default=None)
 
     def _experts(self, cube: str, experts: nn.Module) -> tuple[Gemm, ...]:
         """Matrices of one expert; a gate and a projection in one matrix count as two."""
@@ -903,30 +931,15 @@ class _Reader:
         name = layer.name
         output = layer.gemm(layer.last, "rows")
         elements = sum(state.numel() for state in states)
-        kind: Any
-        keys: tuple[str, ...] = ()
-        if hasattr(module, "num_k_heads"):
-            kind = "gated_delta"
-            keys = ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
-        elif hasattr(module, "forget_gate"):
-            kind = "kda"
-            keys = ("num_heads", "num_heads", "head_dim", "head_dim")
-        elif hasattr(module, "n_groups") and set(layer.inputs) <= {f"{name}.in_proj"}:
-            kind = "mamba2"
-            keys = ("n_groups", "num_heads", "ssm_state_size", "head_dim")
-        elif states or "ShortConv" in type(module).__name__:
-            kind = "scan"
-            decays = [weight for path, weight in module.named_parameters() if path.endswith("A_log")]
-            is_diagonal = any(weight.dim() > 1 for weight in decays)
-            if self.trace.within(layer.mixer_place) and not is_diagonal:
-                kind = "linear"
-        else:
-            raise RefusedError(f"{name} ({type(module).__name__})")
+        kind = self._recurrence_kind(layer, states)
+        keys = _STATE_SIZES.get(kind, ())
         if keys:
             sizes = [getattr(module, size) for size in keys]
         else:
             width = output.in_features
-            heads = _number("num_heads", module) if kind == "linear" else None
+            heads = None
+            if kind == "linear":
+                heads = _number("num_heads", module)
             state = max(1, elements // int(width))  # a short convolution is a scan with one element per channel
             state = _symbol(state, *(value for value in vars(module).values() if isinstance(value, int)))
             sizes = [heads or 1, heads or width, state, width // (heads or width)]
@@ -947,6 +960,23 @@ class _Reader:
             conv_kernel=getattr(module, "conv_kernel_size", kernel),
             **widths,
         )
+
+    def _recurrence_kind(self, layer: _LayerModules, states: list[torch.Tensor]) -> Any:
+        """The kind of a recurrence by the attributes of its module. Raises RefusedError for a mixer without a state."""
+        module = layer.module
+        if hasattr(module, "num_k_heads"):
+            return "gated_delta"
+        if hasattr(module, "forget_gate"):
+            return "kda"
+        if hasattr(module, "n_groups") and set(layer.inputs) <= {f"{layer.name}.in_proj"}:
+            return "mamba2"
+        if not states and "ShortConv" not in type(module).__name__:
+            raise RefusedError(f"{layer.name} ({type(module).__name__})")
+        decays = [weight for path, weight in module.named_parameters() if path.endswith("A_log")]
+        is_diagonal = any(weight.dim() > 1 for weight in decays)
+        if self.trace.within(layer.mixer_place) and not is_diagonal:
+            return "linear"
+        return "scan"
 
 
 def _inside(name: str, outer: str) -> bool:
