@@ -77,7 +77,7 @@ def above_exhaustive(scenario: Scenario) -> float:
     return search(place(scenario, KVR), stride=stride).ttft_s / exhaustive(scenario, stride) - 1
 
 
-def against_exhaustive(pool: Pool, count: int = 200) -> list[str]:
+def against_exhaustive(pool: Pool, count: int = 60) -> list[str]:
     """Compare searches with exhaustive ones."""
     each = settings(np.random.default_rng(1), count, (2, 4), few_layers=True)
     ratios = _each(pool, above_exhaustive, [(one,) for one in each], "exhaustive search")
@@ -112,7 +112,7 @@ def random_partitions(scenario: Scenario, number: int) -> _Random:
     return _Random(*ratios, min(times_s) < bound_s * (1 - 1e-12))
 
 
-def against_random(pool: Pool, count: int = 200) -> list[str]:
+def against_random(pool: Pool, count: int = 60) -> list[str]:
     """Compare partitions of searches with random ones and perturbations of them, and with the proven bound."""
     each = settings(np.random.default_rng(2), count, (2, 12), few_layers=True)
     found = _each(pool, random_partitions, [(one, number) for number, one in enumerate(each)], "random partitions")
@@ -351,7 +351,7 @@ def against_the_papers_grid() -> list[str]:
 
 def main() -> None:
     """Measure, and write benchmarks/results/search_quality.md."""
-    on_a_bus, elsewhere, pipelines = map(int, sys.argv[1:4] or (100, 400, 300))
+    on_a_bus, elsewhere, pipelines = map(int, sys.argv[1:4] or (20, 60, 40))
     lines = ["| partition of the search against | its TTFT more or less |", "|---|---|"]
     with Pool(jobs=cores()) as pool:
         lines += [*against_exhaustive(pool), *against_the_papers_grid(), *against_random(pool)]

@@ -21,7 +21,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program
 from kvrsim.execution import place
 from kvrsim.executors.event import EventSimulation
-from kvrsim.executors.run import BLOCK, ttft_s
+from kvrsim.executors.run import ttft_s
 from kvrsim.program import Array
 from kvrsim.strategies import get_strategy
 from validate.report import write_benchmark
@@ -121,7 +121,7 @@ def partitions_per_s(name: str, model: str, profile: str) -> list[float]:
     """Rates of a strategy on 8 GPUs and 16k tokens, with uneven chunks whose lengths are not whole numbers."""
     strategy = get_strategy(name)
     scenario = place(make_scenario(ctx=16384, gpus=8, model=model, profile=profile)[0], strategy).placed
-    shares = np.random.default_rng(0).dirichlet(np.full(scenario.cluster.num_gpus, 50.0), size=2 * BLOCK)
+    shares = np.random.default_rng(0).dirichlet(np.full(scenario.cluster.num_gpus, 50.0), size=2**14)
     chunks: Array = np.asarray(shares * scenario.request.context_len)
     return rates(lambda: ttft_s(place(scenario, strategy), chunks), len(chunks), repeats=7)
 

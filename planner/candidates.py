@@ -390,17 +390,10 @@ class Search:
         return self.table.partition_for(execution)
 
 
-def choose_partition(execution: Execution, partition: Sequence[int] | None = None) -> tuple[Execution, Partition]:
-    """The execution (a searched pipeline with the layers of its stages), and the given partition or the chosen one."""
-    choice = Search(partition=partition).choose_partition(execution)
-    if isinstance(choice, Partition):
-        return execution, choice
-    return execution.by(choice.execution.strategy), choice.partition
-
-
 def partition_of(execution: Execution, partition: Sequence[int] | None = None) -> Partition:
-    """Return only the partition of `choose_partition`."""
-    return choose_partition(execution, partition)[1]
+    """The given partition, checked, or the strategy's own; see Search."""
+    choice = Search(partition=partition).choose_partition(execution)
+    return choice if isinstance(choice, Partition) else choice.partition
 
 
 def _check_partition(partition: Sequence[int], execution: Execution) -> Partition:

@@ -31,9 +31,7 @@ if TYPE_CHECKING:  # importing noise would slow the start of every plan
 Index = npt.NDArray[np.intp]
 Value = Array | float
 Key = tuple[str | int, ...]
-# Number of periods of a steady program that are evaluated; it must have at least the second number of periods.
-_EVALUATED = 4
-_LEAST_PERIODS = 8
+_EVALUATED = 4  # periods of a steady program that are evaluated; one with less than twice as many runs as a whole
 
 
 def run_shared(program: Program, cluster: Cluster, draw: NoiseDraw | None = None) -> Array:
@@ -66,7 +64,7 @@ def _steady_finish_s(program: Program, cluster: Cluster, blocks: Sequence[Block]
     In steady state, ranks and hosts advance alike, and all messages of a layer leave before any rank begins the next.
     """
     periods = periods_of(program)
-    if len(periods) != 1 or periods[0][1] < _LEAST_PERIODS:
+    if len(periods) != 1 or periods[0][1] < 2 * _EVALUATED:
         return None
     period, times = periods[0]
     prologue, *kinds, epilogue = blocks

@@ -21,15 +21,13 @@ import numpy as np
 
 from kvrsim.execution import Execution
 from kvrsim.executors.batch import rows_of, seconds_on
+from kvrsim.executors.steady import ROUNDING
 from kvrsim.hardware import Cluster, Path
 from kvrsim.kernels.cost import CostModel
 from kvrsim.program import Array, Flags, Op, Recv, Send, host_s_of, slowed_by_pending_recv, slower, stream_s
 from kvrsim.strategies.base import Step
 from kvrsim.strategies.kv_runahead import KVR_S
 from kvrsim.strategies.layers import before_step, embedding, has_prefill, last, last_is_alike, layer_ops, request
-
-_INSIDE = 1  # a rank with neighbours on both sides
-_SAME = 1e-13  # relative difference of two times that rounding can cause
 
 
 class Chain:
@@ -96,7 +94,7 @@ class _ChainRun:
             np.add(starts[rank - 1], chunks[rank - 1], out=starts[rank])
         ends = starts + chunks
         ranks = Step.of_all_ranks(chain.costs, chunks, starts, chain.execution.strategy.query_blocks)
-        layer = tuple(layer_ops(chain.execution.strategy, ranks, _INSIDE))
+        layer = tuple(layer_ops(chain.execution.strategy, ranks, 1))  # rank 1 has neighbours on both sides
         if chain.pending is not None:
             layer = slowed_by_pending_recv(layer, chain.pending)
         prologue = (
@@ -315,7 +313,7 @@ def last_of_row(x: Array, on: Array, back: Array, periods: int) -> Array:
     loops[-1] = back[-1]
     np.maximum(loops[0], on[0], out=loops[0])
     begun = x
-    if (x[1:] > (1.0 + _SAME) * (x[:-1] + on[1:])).any():  # else a start at the previous node is as good
+    if (x[1:] > (1.0 + ROUNDING) * (x[:-1] + on[1:])).any():  # else a start at the previous node is as good
         to_first = np.zeros_like(x)  # seconds from each node back to the first one
         np.cumsum(back[:-1], axis=0, out=to_first[1:])
         far = x + to_first

@@ -35,15 +35,11 @@ if TYPE_CHECKING:  # importing noise slows the start of a plan without noise
     from kvrsim.noise import NoiseDraw
     from kvrsim.results.timeline import Timeline
 
-BLOCK = 8192  # partitions that are evaluated together on more than 8 ranks; on fewer ranks, up to twice as many
 _KEPT = 3 * 2**20  # length of an array of 24 MiB, whose pages are never touched
-_CELLS = 2**14  # partitions times samples that are evaluated together
-# Chains: largest number of partitions times ranks that are evaluated together, and least number of partitions.
-_CHAIN_CELLS = 2**15
-_LEAST_ROWS = 128
-# A bus: largest number of partitions times messages that are evaluated together, and of partitions.
-_SHARED_CELLS = 2**20
-_SHARED_BLOCK = 1024
+# What is evaluated together, so that arrays stay in the caches of a core:
+_CELLS = 2**13  # partitions times samples
+_CHAIN_CELLS = 2**15  # of chains: partitions times ranks
+_SHARED_CELLS = 2**20  # on a bus: partitions times messages
 
 
 class Runner:
@@ -133,14 +129,14 @@ class Runner:
         """Number of partitions that are evaluated together, each with `num_samples` samples of noise."""
         ranks = self.cluster.num_gpus
         if num_samples == 1 and self.chain is not None:
-            return max(_LEAST_ROWS, _CHAIN_CELLS // ranks)
+            return max(1, _CHAIN_CELLS // ranks)
         if not self.cluster.shares_bandwidth:
-            return min(max(BLOCK, 8 * _CELLS // ranks), max(1, _CELLS // num_samples))
+            return max(1, _CELLS // num_samples)
         destinations = ranks
         if self.execution.strategy.chains:
             destinations = 1
         messages = self.execution.placed.share.num_hidden_layers * ranks * destinations
-        return min(_SHARED_BLOCK, max(1, _SHARED_CELLS // messages))
+        return max(1, _SHARED_CELLS // messages)
 
 
 def ttft_s(execution: Execution, chunks: Array, *, draw: NoiseDraw | None = None, enough_s: float = math.inf) -> Array:

@@ -18,7 +18,7 @@ from kvrsim.program import Array, Flags, Load, Program, Recv, Send
 _MOST_KINDS = 16  # largest number of layers in a period
 _LEAST_REPEATED = 4  # number of repeated layers below which a period is not checked
 CYCLES = (1, 2, 3, 4, 6)  # numbers of periods over which times may advance alike
-_SAME = 1e-13  # relative difference of two advances that rounding can cause
+ROUNDING = 1e-13  # relative difference of two times or advances that rounding can cause
 
 
 def steady_advance(
@@ -37,7 +37,7 @@ def steady_advance(
     with np.errstate(invalid="ignore"):  # an unused link has -inf
         advances_s = [late_s - early_s for early_s, late_s in pairwise(states_s)]
         last_s = advances_s[-1]
-        tolerance_s = _SAME * states_s[-1].max(axis=0)
+        tolerance_s = ROUNDING * states_s[-1].max(axis=0)
         least_s = last_s.min(axis=0)
         is_steady = least_s >= issued_s
         if in_order:

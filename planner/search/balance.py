@@ -242,14 +242,12 @@ def longest_chunks_within(
 
 # -- The analytical planner: without contention and on fast links, the best partition keeps all ranks busy equally long.
 
-_TARGETS = 12
-_ZOOMS = 2
-_AROUND = 0.08
-# half-widths of the first and the later brackets, as shares of a chunk
-_SPREAD = 0.25
-_AGAIN = 0.05
+_TARGETS = 12  # target times on a grid
+_AROUND = 0.08  # half-width of the first grid, as a share of the time of smooth chunks
+_SPREAD = 0.25  # half-width of the first brackets, as a share of a chunk
+_AGAIN = 0.05  # the same on the second grid, whose chunks are nearly known
 _POINTS = 129  # points of the context at which the time of a token is computed
-_ROUNDS = 32
+_ROUNDS = 32  # most rounds of a solution; brackets shrink about fivefold per round
 _PRECISION = 2.0**-14  # relative precision of a chunk
 
 
@@ -273,7 +271,7 @@ def _balanced(chain: ChainWork) -> Array:
     middle_s = float(np.sort(_busy_s(chain, chunks, _starts(chain, chunks)), axis=0)[chain.num_ranks // 2, 0])
     low = (1.0 - _AROUND) * middle_s
     high = (1.0 + _AROUND) * middle_s
-    for zoom in range(_ZOOMS):
+    for zoom in range(2):
         targets = np.linspace(low, high, _TARGETS)
         longest = _longest(chain, targets, chunks, _SPREAD if zoom == 0 else _AGAIN)
         lengths = longest.sum(axis=0)

@@ -222,8 +222,8 @@ def groups(count: int) -> npt.NDArray[np.int64]:
 
 # -- the pattern search
 
-_MOVES_TOGETHER = 120
-_IDLE_ROUNDS = 2
+_MOVES_TOGETHER = 120  # moves of all boundaries together, per round
+_IDLE_ROUNDS = 2  # rounds without a gain after which a search with all steps ends
 _BETTER = 1e-6  # a move must gain this share of TTFT
 
 
