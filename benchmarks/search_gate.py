@@ -199,7 +199,7 @@ def main() -> None:
 
     old = answers_of(asked.old.resolve(), asked.seed, asked.count)
     new = answers_of(Path(__file__).resolve().parents[1], asked.seed, asked.count)
-    write_benchmark("search_gate", page(asked.seed, old, new), "python benchmarks/search_gate.py OLD_CHECKOUT")
+    write_benchmark("search_gate", page(asked.seed, old, new))
 
 
 if __name__ == "__main__":
