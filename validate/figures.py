@@ -1,4 +1,4 @@
-"""The paper's figures 8 to 11, simulated: `python -m validate.figures` rewrites docs/results/figures.md.
+"""The paper's figures 6 and 8 to 11, simulated: `python -m validate.figures` rewrites docs/results/figures.md.
 
 Every number on the page is computed or read from a data file.
 """
@@ -6,7 +6,7 @@ Every number on the page is computed or read from a data file.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise, product
@@ -24,11 +24,12 @@ from planner.candidates import Search
 from planner.simulate import run_simulation
 from planner.table.table import PartitionTable
 from planner.uncertainty.noise import Disturbance
-from validate.published.compare import DATA, scenario_of
+from validate.published.compare import BANDWIDTH, DATA, scenario_of
 from validate.report import RESULTS, fill, numbers_table, write_page
 
 FAST = "300GB/s"  # the link of the figures, as the publication names it
 PROFILE = "a100-eager"
+GRID_DELTA = 512  # tokens between two first chunks of Fig. 6 (a): the paper's first stride
 MODELS = ("llama-7b", "falcon-7b", "llama-7b-gqa8")  # models in the paper's figures, and one with grouped KV heads
 STRATEGIES = {"tsp": "TSP", "kvr-e": "KVR-E", "kvr-s": "KVR-S"}
 
@@ -86,6 +87,7 @@ class Predictions:
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
+        self.distributions: dict[tuple[int, int, str], Distribution] = {}  # noisy TTFTs by context, GPUs and strategy
         self.printed: dict[str, Any] = json.loads((DATA / "kv_runahead_icml2024_figures.json").read_text("utf-8"))
 
     @cached_property
@@ -118,6 +120,12 @@ class Predictions:
 
     def noisy(self, context_len: int, num_gpus: int, strategy: str) -> Distribution:
         """Return noisy TTFTs of a strategy on the paper's network, with the partition for the network without noise."""
+        case = (context_len, num_gpus, strategy)
+        if case not in self.distributions:
+            self.distributions[case] = self._simulate_noise(*case)
+        return self.distributions[case]
+
+    def _simulate_noise(self, context_len: int, num_gpus: int, strategy: str) -> Distribution:
         model = self.printed["noisy_network"]["model"]
         scenario = make_scenario(ctx=context_len, gpus=num_gpus, model=model, profile=PROFILE)[0]
         disturbance = Disturbance(noise=parse_noise("paper"), num_samples=self.scope.noise_samples)
@@ -145,6 +153,11 @@ def page(predictions: Predictions) -> list[str]:
         scalability=_scalability(predictions),
         partitions=_partitions(predictions),
         printed_partitions=_printed_partitions(predictions),
+        slow_speedups=_slow_speedups(predictions),
+        grid_case=f"{scope.model}, {format_tokens(scope.scaling_context_len)} tokens on 2 GPUs",
+        grid_printed=printed["partitions"][0]["printed_as"],
+        grid=_grid(predictions),
+        noisy_gains=_noisy_gains(predictions),
         entries=", ".join(map(format_tokens, scope.entries)),
         claims=" and ".join(f"{entry['share']:.1%}" for entry in printed["kvr_p_above_kvr_s"]),
         looked_up=_lookups(predictions),
@@ -220,6 +233,60 @@ def _printed_partitions(predictions: Predictions) -> list[str]:
         case = f"{one['num_gpus']} × {format_tokens(one['context_len'])}, {one['method']}"
         lines.append(f"- {case}: {one['printed_as']} ({one['place']}); KVR-S here: {shares_text(own.partition)}.")
     return lines
+
+
+def simulate_slow(entry: Mapping[str, Any], strategy: str, topology: str) -> float:
+    """TTFT in seconds of the case of a printed speedup at 10 GB/s, over a network."""
+    link = {"topology": topology, "link_bandwidth": BANDWIDTH["10GB/s"], "link_latency": 10e-6}
+    scenario, _ = make_scenario(ctx=entry["context_len"], gpus=entry["num_gpus"], profile=PROFILE, **link)
+    return run_simulation(scenario, strategy=strategy).ttft_s
+
+
+def _slow_speedups(predictions: Predictions) -> list[str]:
+    """Return the printed speedups over TSP at 10 GB/s beside those on a bus and on a switch."""
+    rows = []
+    for entry in predictions.printed["slow_speedups"]:
+        cells = [f"{entry['speedup']:.2f}"]
+        for topology in ("bus", "switch"):
+            tsp_s = simulate_slow(entry, "tsp", topology)
+            kvr_s = simulate_slow(entry, entry["strategy"], topology)
+            cells.append(f"{tsp_s / kvr_s:.2f} ({tsp_s / kvr_s / entry['speedup'] - 1:+.0%})")
+        case = f"{STRATEGIES[entry['strategy']]}, {entry['num_gpus']} × {format_tokens(entry['context_len'])}"
+        rows.append((f"{case} ({entry['place']})", *cells))
+    return numbers_table(("case", "printed", "bus", "switch"), rows)
+
+
+def _grid(predictions: Predictions) -> list[str]:
+    """Return the TTFTs of six first chunks, and of that at which the paper's search ends."""
+    scope = predictions.scope
+    tokens = scope.scaling_context_len
+    even = tokens // 2
+    printed = round(predictions.printed["partitions"][0]["shares"][0] * tokens)
+    scenario, _ = make_scenario(ctx=tokens, gpus=2, model=scope.model, profile=PROFILE)
+    ttft_by_delta = {}
+    for delta in sorted({*range(0, GRID_DELTA * 6, GRID_DELTA), printed - even}):
+        search = Search(partition=(even + delta, even - delta))
+        ttft_by_delta[delta] = run_simulation(scenario, strategy="kvr-s", search=search).ttft_s
+    least = min(ttft_by_delta, key=ttft_by_delta.__getitem__)
+    cells = [f"{seconds:.3f}{' (least)' * (delta == least)}" for delta, seconds in ttft_by_delta.items()]
+    return numbers_table(("delta", *map(str, ttft_by_delta)), [("TTFT", *cells)])
+
+
+def _noisy_gains(predictions: Predictions) -> list[str]:
+    """Return the largest gains of KVR-S over TSP without and with noise, printed and predicted."""
+    noisy = predictions.printed["noisy_network"]
+    rows = []
+    for entry in predictions.printed["noisy_speedups"]:
+        num_gpus = entry["num_gpus"]
+        quiet = []
+        under_noise = []
+        for tokens in noisy["context_lens"]:
+            tsp, kvr = (predictions.noisy(tokens, num_gpus, name) for name in ("tsp", "kvr-s"))
+            quiet.append(tsp.quiet_s / kvr.quiet_s - 1)
+            under_noise.append(tsp.mean.value_s / kvr.mean.value_s - 1)
+        cells = (f"{entry['quiet']:.1%}", f"{max(quiet):.1%}", f"{entry['noisy']:.1%}", f"{max(under_noise):.1%}")
+        rows.append((str(num_gpus), *cells))
+    return numbers_table(("GPUs", "quiet, printed", "predicted", "noisy, printed", "predicted"), rows)
 
 
 def _lookups(predictions: Predictions) -> list[str]:
