@@ -49,7 +49,7 @@ FEW_OPTIONS = 14  # number of options in a short help: required ones, then FIRST
 FIRST_OPTIONS = (
     *("requests", "slo_ttft", "percentile", "max_gpus", "price_per_gpu_hour", "tpot", "emit", "plot", "ctx", "gpus"),
     *("strategy", "strategies", "partition", "slo", "rate", "engine", "only_deployable", "dtype", "cached_prefix"),
-    *("explain", "breakdown", "check", "measurements", "top"),
+    *("explain", "breakdown", "check", "output_tokens", "measurements", "top"),
     *("profile", "output", "minutes", "ranks", "even_if_busy", "repeats", "noise", "model", "name", "link_bandwidths"),
     *("gpu", "link", "report", "device", "json"),
 )

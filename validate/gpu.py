@@ -22,6 +22,7 @@ from validate.report import CommandError, kvrsim, table, write_page
 
 TINY = Path(__file__).parent / "models" / "tiny.json"  # a model small enough for two busy cores
 LOGITS = {"fp16": 2e-2, "fp32": 1e-3}  # largest accepted differences by dtype, as a share of the largest logit
+OUTPUT_TOKENS = 8  # tokens that the step `logits` generates from the KV cache
 MOST_ERROR = 0.10  # largest accepted median error of predicted TTFTs
 _NO_GPU = (
     "**No GPU was available.** The steps ran on a CPU with a tiny model, to show that they run. Nothing here says how"
@@ -152,7 +153,7 @@ def links(machine: Machine) -> Finding:
 
 
 def logits(machine: Machine) -> Finding:
-    """Compare logits of the paper's strategies, on two ranks and on all ranks, with those of one process."""
+    """Compare logits and tokens of the paper's strategies, on two and on all ranks, with those of one process."""
     finding = Finding()
     for strategy in usual_names("paper"):
         if strategy == "single":
@@ -164,23 +165,26 @@ def logits(machine: Machine) -> Finding:
 
 
 def _compare_logits(machine: Machine, strategy: str, gpus: int, finding: Finding) -> None:
-    """Add the difference of a strategy's logits to a finding."""
+    """Add the difference of a strategy's logits, and whether its decoded tokens are equal, to a finding."""
     tokens = 4096 if machine.on_gpu else 256
     attention = "sdpa" if strategy == "tsp" else "flash"
     words: list[object] = ["--strategy", strategy, "--gpus", gpus, "--ctx", tokens, "--dtype", machine.dtype, "--check"]
-    words += ["--attention", attention, "--repeats", 1]
+    words += ["--attention", attention, "--repeats", 1, "--output-tokens", OUTPUT_TOKENS]
     if strategy == "kvr-s":  # uneven chunks
         chunks = [tokens // (gpus + 1)] * (gpus - 1)
         words += ["--partition", ",".join(map(str, [tokens - sum(chunks), *chunks]))]
     try:
-        answer = kvrsim("run", *words, *machine.words, timeout_s=300)
+        answer = kvrsim("run", *words, *machine.words, timeout_s=300, accepted=(0, 1))
     except CommandError as error:
         finding.faults.append(f"{strategy} on {gpus}: {error}")
         return
     share = answer["max_logit_error"] / answer["largest_logit"]
     ttft_ms = 1e3 * answer["measured_ttft_s"]
     text = f"{strategy} on {gpus}: logits differ by {share:.1e} of the largest, TTFT {ttft_ms:.1f} ms"
-    if share <= LOGITS[machine.dtype]:
+    tpot_ms = 1e3 * answer["tpot_s"]
+    tokens_text = "equal" if answer["tokens_equal"] else f"not equal ({'; '.join(answer['reasons'])})"
+    text = f"{text}; {OUTPUT_TOKENS} tokens decoded at {tpot_ms:.1f} ms each are {tokens_text}"
+    if share <= LOGITS[machine.dtype] and answer["tokens_equal"]:
         finding.lines.append(text)
     else:
         finding.faults.append(text)
@@ -233,6 +237,26 @@ def confirm(machine: Machine) -> Finding:
     return finding
 
 
+def paper_links(machine: Machine) -> Finding:
+    """Run tsp and kvr-e on the links as they are, through host memory, and beside the paper's noisy sidecar."""
+    if machine.most_ranks < 2:
+        return Finding(lines=["one GPU is here: messages need two"], skipped=True)
+    finding = Finding()
+    settings: dict[str, list[object]] = {
+        "as it is": [],
+        "noisy": ["--side-traffic", "64MiB" if machine.on_gpu else "64KiB"],
+    }
+    if machine.on_gpu:
+        settings["through host memory"] = ["--host-memory"]
+    for strategy in ("tsp", "kvr-e"):
+        words: list[object] = ["--strategy", strategy, "--gpus", machine.most_ranks, "--dtype", machine.dtype]
+        words += ["--ctx", "8k" if machine.on_gpu else "256", "--attention", "sdpa", *machine.words]
+        for name, more in settings.items():
+            answer = kvrsim("run", *words, *more, timeout_s=600)
+            finding.lines.append(f"{strategy}, {name}: TTFT {1e3 * answer['ttft_s']:.1f} ms")
+    return finding
+
+
 def long_context(machine: Machine) -> Finding:
     """Run one prefill of the longest context on one device."""
     model: object = TINY
@@ -247,7 +271,8 @@ def long_context(machine: Machine) -> Finding:
 
 
 STEPS: dict[str, Callable[[Machine], Finding]] = {
-    step.__name__.replace("_", "-"): step for step in (environment, links, logits, calibrate, confirm, long_context)
+    step.__name__.replace("_", "-"): step
+    for step in (environment, links, logits, calibrate, confirm, paper_links, long_context)
 }
 
 

@@ -51,7 +51,7 @@ def error_line(error: KvrsimError, command: click.Command) -> str:
         return str(InputError(name, error.value, accepted, guess))
     text = str(error)
     for name in {fault.parameter for fault in getattr(error, "faults", ()) if fault.parameter}:
-        text = text.replace(f": {name}: got", f": {first_name(name)}: got")
+        text = re.sub(rf"(^|: ){re.escape(name)}: got", rf"\1{first_name(name)}: got", text)
     return text
 
 

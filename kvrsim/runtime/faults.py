@@ -67,7 +67,19 @@ class RankError(KvrsimError):
         self.exit_code = 1
         if self.faults[0].kind == "input":
             self.exit_code = 2
-        super().__init__("; ".join(map(str, self.faults)))
+        super().__init__("; ".join(_texts(self.faults)))
+
+
+def _texts(faults: Sequence[Fault]) -> list[str]:
+    """Describe faults; a mistake in the input that several ranks report is said once, without a rank."""
+    texts = []
+    for fault in faults:
+        text = str(fault)
+        if fault.kind == "input" and sum(other.message == fault.message for other in faults) > 1:
+            text = fault.message
+        if text not in texts:
+            texts.append(text)
+    return texts
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -45,6 +45,8 @@ def test_a_mistake_that_a_rank_reports_is_shown_as_an_option() -> None:
     line = "rank 1: --attention: got 'flash', accepted: eager"
     assert error_line(RankError(faults), command) == line
     assert str(RankError(faults)) == line.replace("--", "")
+    of_all = RankError([*faults, *faults_of(InputError("attention", "flash", "eager"), 0, None)])
+    assert error_line(of_all, command) == "--attention: got 'flash', accepted: eager"
 
 
 def test_the_same_mistake_in_both_places(capsys: pytest.CaptureFixture[str]) -> None:

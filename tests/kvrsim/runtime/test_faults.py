@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvrsim.runtime.faults import Fault, RankError, meaning
@@ -16,6 +18,14 @@ def test_the_likeliest_cause_comes_first() -> None:
     wrong = Fault(rank=0, kind="input", message="model: rope_type: got 'dynamic'")
     assert RankError([wrong, lost]).exit_code == 2, "only the ranks can tell, and it is the user's mistake"
     assert RankError([wrong, dead]).exit_code == error.exit_code == 1
+
+
+def test_a_mistake_that_all_ranks_report_is_said_once() -> None:
+    wrong = [Fault(rank=rank, kind="input", message="model: got 'x'", parameter="model") for rank in range(3)]
+    assert str(RankError(wrong)) == "model: got 'x'"
+    assert str(RankError([*wrong[:1], replace(wrong[1], message="dtype: got 'y'")])) == (
+        "rank 0: model: got 'x'; rank 1: dtype: got 'y'"
+    )
 
 
 def test_of_the_silent_the_one_that_was_waited_for_comes_first() -> None:
