@@ -21,7 +21,8 @@ from kvrsim.errors import InputError
 from kvrsim.progress import OnProgress
 from kvrsim.version import __version__
 
-_TIMEOUT_S = 20.0  # seconds to wait for a Dask scheduler's answer
+_TIMEOUT_S = 20.0  # seconds to wait for the answer of a Dask scheduler that the user names
+_TIMEOUT_HERE_S = 600.0  # for one on this machine, whose processes start slowly if it is busy
 _ROUND = 4  # calls per process in one batch for Ray, which returns results only after the whole batch
 _Result = TypeVar("_Result")
 
@@ -137,12 +138,14 @@ class Pool:
         from distributed import Client, LocalCluster
 
         address: Any = self.dask_address
+        timeout_s = _TIMEOUT_S
         if address is None:
+            timeout_s = _TIMEOUT_HERE_S
             options = {"threads_per_worker": 1, "dashboard_address": None, "silence_logs": "CRITICAL"}
             address = self._open.enter_context(LocalCluster(n_workers=self.jobs, **options))
         try:
-            client = self._open.enter_context(Client(address, timeout=_TIMEOUT_S))
-            version = client.submit(_version, pure=False).result(timeout=_TIMEOUT_S)
+            client = self._open.enter_context(Client(address, timeout=timeout_s))
+            version = client.submit(_version, pure=False).result(timeout=timeout_s)
         except Exception:  # the scheduler or a worker failed
             version = None
         if version != __version__:  # calls to a cluster without this version of kvrsim never return
@@ -153,6 +156,9 @@ class Pool:
         import ray
         from ray.util.joblib import register_ray
 
+        handler = signal.getsignal(signal.SIGTERM)
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            self._open.callback(signal.signal, signal.SIGTERM, handler)  # ray.init replaces it
         try:  # the cluster of RAY_ADDRESS, one on this machine, or a new one
             ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="ERROR")
         except ConnectionError:

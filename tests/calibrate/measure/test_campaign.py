@@ -86,7 +86,8 @@ def test_steady_points_are_measured_three_times_and_written(tmp_path: Path) -> N
     assert bench.closed
 
 
-def test_points_with_imprecise_medians_are_repeated(tmp_path: Path) -> None:
+def test_points_with_imprecise_medians_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "monotonic", lambda: 0.0)  # the budget never ends, also on a busy machine
     bench = FakeBench(spread=0.5)
     run(bench, tmp_path)
     assert all(3 < bench.calls.count(point) <= 25 for point in bench.names)
