@@ -21,11 +21,13 @@ from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.units import format_tokens
 from planner.candidates import Candidate, ComparedStrategies, Search, all_for, execution_of, least_bytes, search_all
+from planner.estimate import estimate_s
 from planner.limits import OPERATIONS
 
 _SMALL_TYPE = "fp8"  # type with the fastest matrix products
 _FAST_KERNEL = "flash"  # the fastest attention kernel
 _KINDS = 3  # number of the plan's fastest strategies whose kinds are tried under a change
+_MOST_TRIED = 4  # number of strategies of these kinds that are simulated under a change
 _KINDS_ON_A_BUS = 1  # the same where ranks share a bus: a simulation of one partition takes 100 times as long
 _LEAST_GAIN = 0.01  # a change with a smaller gain is no advice: it is within what a search leaves
 # Share of the plan's search budget for the searches of one change, where partitions without a search are far from the
@@ -66,6 +68,8 @@ def advice_of(best: Candidate, ranked: Sequence[Candidate], search: Search, *, i
         named = tried if is_named else _alike(change.scenario, tried)
         runnable = _runnable(change.scenario, named)
         launched = [one for one in runnable if engine is None or engine.has(one, change.scenario)]
+        if not is_named:
+            launched = _likeliest(change.scenario, launched, ranked)
         compared = ComparedStrategies(strategies=tuple(launched), limited=True)
         by_name = search_all(change.scenario, compared, quiet).by_name
         ttft_s = min((one.ttft_s for one in by_name.values() if one.fits), default=math.inf)
@@ -111,6 +115,18 @@ def _alike(scenario: Scenario, strategies: Sequence[Strategy]) -> list[Strategy]
     """The strategies of `all` that differ from these in their sizes only."""
     kinds = {_kind(one) for one in strategies}
     return [one for one in all_for(scenario)[0] if _kind(one) in kinds]
+
+
+def _likeliest(scenario: Scenario, strategies: Sequence[Strategy], ranked: Sequence[Candidate]) -> list[Strategy]:
+    """The strategies with the shortest estimates; an estimate is off by as much as for the plan's best of its kind."""
+    factors = dict[str, float]()
+    for candidate in ranked:
+        factors.setdefault(_kind(candidate.strategy), candidate.ttft_s / estimate_s(candidate.execution))
+
+    def likely_s(strategy: Strategy) -> float:
+        return factors[_kind(strategy)] * estimate_s(execution_of(scenario, strategy))
+
+    return sorted(strategies, key=likely_s)[:_MOST_TRIED]
 
 
 def _kind(strategy: Strategy) -> str:

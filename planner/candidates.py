@@ -43,6 +43,7 @@ from kvrsim.strategies.pipeline import context_ranks, pipeline_computes_s
 from kvrsim.strategies.pipeline import program as pipeline_program
 from kvrsim.units import format_bytes
 from planner.deploy_engines import deploy_engine, engines_with, layout_on_gpus
+from planner.estimate import estimate_s
 from planner.search.minimise import Allowance
 from planner.search.search import SearchResult, search
 from planner.uncertainty.intervals import Interval, interval_of
@@ -69,10 +70,15 @@ _SECONDS_A_STEP = 1e-5  # a layer of a piece, in a pipeline that loads a cached 
 _SEVERAL_KINDS = 15.0  # factor on the seconds of a pipeline whose layers differ
 _SECONDS_A_LAYER = 1.3e-4  # a rank's layer, if layers differ
 _TOO_LONG = "one simulation takes longer than --search-budget allows"
-_RARE = "rarely the fastest; --strategies NAME tries them"
+_RARE = "at most 2 % faster by an estimate; --strategies NAME tries them"
+_OUTSIDE_ALL = "not among all; --strategies NAME tries them"
+_SLOW = "more than 1.5 times as slow by an estimate; --strategies NAME tries them"
+_TOO_LARGE = "they need more memory than a GPU has"
 _EQUAL_LAYERS = 8  # layers of one kind that are simulated until times advance steadily
 _FIRST_SHARE = 2.0  # share of the search budget for first simulations that take long
-_CHEAP_S = 0.3  # strategies whose first simulation takes less are always compared
+_CHEAP_S = 0.1  # strategies whose first simulation takes less are always compared
+_LEAST_GAIN = 0.02  # a rare strategy is tried if its estimate is shorter than the best TTFT by more than this share
+_FAR = 1.5  # a strategy that takes long to simulate is tried if its estimate is at most this many times the best TTFT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,12 +176,15 @@ class Candidate:
     @cached_property
     def sensitivities(self) -> Sensitivities:
         """Changes of log TTFT by error source."""
-        return sensitivities(self.execution, self.partition)
+        return sensitivities(self.execution, self.partition, ttft_s=self.ttft_s)
 
     @cached_property
     def interval(self) -> Interval:
         """The 80 % prediction interval of TTFT."""
-        return interval_of(self.sensitivities, self.ttft_s)
+        known = vars(self).get("sensitivities")
+        if known is None:
+            known = sensitivities(self.execution, self.partition, for_differences=False, ttft_s=self.ttft_s)
+        return interval_of(known, self.ttft_s)
 
     @cached_property
     def limits(self) -> tuple[Limit, ...]:
@@ -502,48 +511,138 @@ def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search)
 def _first_candidates(
     scenario: Scenario, compared: ComparedStrategies, search: Search, *, limited: bool
 ) -> tuple[dict[str, Candidate], tuple[NotTried, ...]]:
-    """A candidate of each strategy, rough if limited; and strategies that could fit and are not tried."""
-    by_name: dict[str, Candidate] = {}
+    """A candidate of each strategy, rough if limited; and strategies that could fit and are not tried.
 
-    def try_out(strategy: Strategy) -> None:
-        rough = limited and strategy.partition_rule in _MOST_GAIN
-        if strategy.name == KVR_S.name and strategy not in long:
-            rough = False
-        by_name[strategy.name] = (
-            _rough(scenario, strategy, by_name)
-            if rough
-            else search.candidate(scenario, strategy, _chain(by_name, strategy))
-        )
-        if search.on_candidate is not None:
-            search.on_candidate(by_name[strategy.name])
-        if search.on_progress is not None:
-            number = max(len(by_name), len(compared.strategies))
-            search.on_progress(len(by_name), None, f"{strategy.name} ({len(by_name)} of {number})")
-
-    def any_fits() -> bool:
-        return any(one.fits for one in by_name.values())
-
+    If limited, strategies whose first simulation takes long, and the rare ones, are tried only where an estimate says
+    that they could be among the fastest, those with the shortest estimate first.
+    """
+    trial = _Trial(scenario, compared, search, limited)
     first_s = {strategy: _first_s(scenario, strategy) if limited else 0.0 for strategy in compared.strategies}
-    long = sorted((one for one in compared.strategies if first_s[one] > _CHEAP_S), key=first_s.__getitem__)
     for strategy in compared.strategies:
-        if strategy not in long:
-            try_out(strategy)
-    left_s = _FIRST_SHARE * search.options.search_budget
-    too_long = list[str]()
+        if first_s[strategy] <= _CHEAP_S:
+            trial.run(strategy)
+    long = sorted((one for one in compared.strategies if first_s[one] > _CHEAP_S), key=first_s.__getitem__)
+    others = [strategy for strategy in long if strategy.baseline_rank is None]
     for strategy in long:
-        if first_s[strategy] <= left_s or not any_fits():
-            left_s -= first_s[strategy]
-            try_out(strategy)
-        else:
-            too_long.append(strategy.name)
-    if not any_fits():
+        if strategy not in others and trial.has_time_for(strategy):
+            trial.run_within_budget(strategy)
+    if limited:
+        trial.run_the_likely(others, _FAR, _SLOW)
+        if trial.any_fits:
+            trial.run_the_likely(compared.rare, 1 - _LEAST_GAIN, _RARE)
+    else:
+        for strategy in compared.rare:
+            trial.leave_out(strategy, _OUTSIDE_ALL)
+    if not trial.any_fits:
         for strategy in (one for one in compared.rare if _could_fit(scenario, one)):
-            try_out(strategy)
-    if not any_fits() and limited and compared.not_compared:  # the nearest of those that cannot fit
-        try_out(get_strategy(compared.not_compared[0]))
-    rare = [one.name for one in compared.rare if one.name not in by_name]
-    reasons = {_TOO_LONG: too_long, _RARE: rare if any_fits() else []}
-    return by_name, tuple(NotTried(strategies=tuple(names), why=why) for why, names in reasons.items() if names)
+            trial.run(strategy)
+    if not trial.any_fits and limited and compared.not_compared:  # the nearest of those that cannot fit
+        trial.run(get_strategy(compared.not_compared[0]))
+    groups = trial.not_tried.items() if trial.any_fits else ()
+    return trial.by_name, tuple(NotTried(strategies=tuple(names), why=why) for why, names in groups)
+
+
+class _Trial:
+    """The first candidate of one strategy after another, and the strategies that are left out."""
+
+    def __init__(self, scenario: Scenario, compared: ComparedStrategies, search: Search, limited: bool) -> None:
+        self.scenario = scenario
+        self.compared = compared
+        self.search = search
+        self.limited = limited
+        self.by_name: dict[str, Candidate] = {}
+        self.not_tried: dict[str, list[str]] = {}  # names of strategies, by the reason
+        self.left_s = _FIRST_SHARE * search.options.search_budget  # for simulations that take long
+
+    @property
+    def any_fits(self) -> bool:
+        """Whether any candidate fits in memory."""
+        return any(one.fits for one in self.by_name.values())
+
+    def run(self, strategy: Strategy) -> None:
+        """Make the strategy's candidate."""
+        by_name = self.by_name
+        if self.limited and strategy.partition_rule in _MOST_GAIN:
+            by_name[strategy.name] = _rough(self.scenario, strategy, by_name)
+        else:
+            by_name[strategy.name] = self.search.candidate(self.scenario, strategy, _chain(by_name, strategy))
+        if self.search.on_candidate is not None:
+            self.search.on_candidate(by_name[strategy.name])
+        if self.search.on_progress is not None:
+            number = max(len(by_name), len(self.compared.strategies))
+            self.search.on_progress(len(by_name), None, f"{strategy.name} ({len(by_name)} of {number})")
+
+    def run_within_budget(self, strategy: Strategy) -> None:
+        """Make the candidate, at the expense of the budget."""
+        self.left_s -= _first_s(self.scenario, strategy)
+        self.run(strategy)
+
+    def has_time_for(self, strategy: Strategy, *, is_needed: bool = False) -> bool:
+        """Whether the budget allows the first simulation; if not, the strategy is left out.
+
+        is_needed: whether the budget does not count, as long as nothing fits.
+        """
+        if _first_s(self.scenario, strategy) <= self.left_s or is_needed or not self.any_fits:
+            return True
+        self.leave_out(strategy, _TOO_LONG)
+        return False
+
+    def leave_out(self, strategy: Strategy, why: str) -> None:
+        """Leave out a strategy that could fit."""
+        self.not_tried.setdefault(why, []).append(strategy.name)
+
+    def run_the_likely(self, strategies: Sequence[Strategy], most: float, why: str) -> None:
+        """Make the candidates whose estimate is at most `most` times the TTFT to beat, within the budget.
+
+        why: the reason for which the others are left out.
+        """
+        has_engine = _engine_has(self.scenario, self.compared, self.search.engine)
+        likely_s = {strategy: _likely_s(self.scenario, strategy, self.by_name) for strategy in strategies}
+        left = sorted(strategies, key=likely_s.__getitem__)
+        while left:
+            to_beat_s = {has: _to_beat_s(has, self.by_name, has_engine) for has in (False, True)}
+            # The likeliest first; as long as the engine has none that fits, those that it has.
+            strategy = min(left, key=lambda one: likely_s[one] / to_beat_s[has_engine[one.name]])
+            left.remove(strategy)
+            is_rare = strategy in self.compared.rare
+            rival_s = to_beat_s[has_engine[strategy.name]]
+            if likely_s[strategy] > most * rival_s:
+                self.leave_out(strategy, why)
+            elif is_rare and not _could_fit(self.scenario, strategy):
+                self.leave_out(strategy, _TOO_LARGE)
+            elif self.has_time_for(strategy, is_needed=rival_s == math.inf):
+                self.run_within_budget(strategy)
+                if is_rare and not self.by_name[strategy.name].fits:
+                    del self.by_name[strategy.name]
+                    self.leave_out(strategy, _TOO_LARGE)
+
+
+def _likely_s(scenario: Scenario, strategy: Strategy, by_name: dict[str, Candidate]) -> float:
+    """About the TTFT of a strategy that is not simulated yet.
+
+    Strategies near KVR's chain have the work of the chain: blocks of queries change it by their ratio, and other
+    messages gain at most the time of all messages.
+    """
+    execution = execution_of(scenario, strategy)
+    chain = by_name.get(chain_like(strategy).name)
+    is_kin = strategy.near_chain or strategy.layer == KVR_S.layer
+    if chain is None or not is_kin:
+        return estimate_s(execution)
+    if not strategy.chains and strategy.near_chain:
+        return chain.ttft_without_communication_s
+    return chain.ttft_s * min(1.0, estimate_s(execution) / estimate_s(chain.execution))
+
+
+def _engine_has(scenario: Scenario, compared: ComparedStrategies, engine: ForEngine | None) -> dict[str, bool]:
+    """Whether the engine has a strategy (without an engine: whether any has), by the strategy's name."""
+    has = engine.has if engine else engines_with
+    return {one.name: bool(has(one, scenario)) for one in (*compared.strategies, *compared.rare)}
+
+
+def _to_beat_s(of_engine: bool, by_name: dict[str, Candidate], has_engine: dict[str, bool]) -> float:
+    """The least TTFT that fits, of all strategies or of those that the engine has; infinite if there is none."""
+    rivals = [name for name in by_name if has_engine.get(name, False) or not of_engine]
+    return min((by_name[name].ttft_s for name in rivals if by_name[name].fits), default=math.inf)
 
 
 def _search_the_likeliest(
@@ -553,13 +652,9 @@ def _search_the_likeliest(
     left_s = search.options.search_budget
     unsearched = list[str]()
     own = {one.name: one for one in (*compared.strategies, *compared.rare)}
-    has = search.engine.has if search.engine else engines_with
-    has_engine = {name: bool(has(own[name], scenario)) for name in by_name if name in own}
+    has_engine = _engine_has(scenario, compared, search.engine)
     for one in sorted((one for one in by_name.values() if is_rough(one) and one.fits), key=_least_s):
-        rivals = [each for each in by_name.values() if each.fits]
-        if has_engine[one.strategy.name]:
-            rivals = [each for each in rivals if has_engine[each.strategy.name]]
-        to_beat_s = min((each.ttft_s for each in rivals), default=math.inf)
+        to_beat_s = _to_beat_s(has_engine[one.strategy.name], by_name, has_engine)
         if _least_s(one) > to_beat_s:
             continue
         if left_s <= 0:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from kvrsim.arguments import SearchArgs, TargetArgs
-from kvrsim.errors import InputError
+from kvrsim.arguments import TargetArgs
 from kvrsim.execution import execute
 from kvrsim.notes import note, without
 from kvrsim.program import AllGather, AllToAll, Op, Program, RingPass
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
     from planner.uncertainty.noise import Disturbance
 
 MOST_SPANS = 200_000  # maximum number of spans of all timelines except the first; a browser handles this number
+MOST_OF_A_TIE = 1.5  # a strategy that takes more than this many times as long is no tie, whatever the errors
 _SAME = 1e-9  # relative difference of two executors' TTFTs that is rounding
 _LEAST_GAIN = 0.0005  # smaller gains are printed as 0.0 %
 
@@ -257,6 +257,8 @@ class Ranking:
         if other.fits != one.fits:
             return False
         faster, slower = sorted((one, other), key=self._ranking_s)
+        if self._ranking_s(slower) > MOST_OF_A_TIE * self._ranking_s(faster):
+            return False
         return is_indistinguishable(
             faster.sensitivities, slower.sensitivities, self._ranking_s(faster), self._ranking_s(slower)
         )
@@ -292,29 +294,16 @@ class Ranking:
 
     # -- bounds
 
-    @cached_property
-    def _kvr(self) -> Candidate | None:
-        """The candidate for KVR-S; if KVR-S is not compared, its analytical plan, which costs one evaluation.
-
-        None: KVR-S does not run here.
-        """
-        compared = {one.strategy.name: one for one in self.candidates}
-        if KVR_S.name in compared:
-            return compared[KVR_S.name]
-        try:
-            return Search(options=SearchArgs(method="analytical")).candidate(self.scenario, KVR_S)
-        except InputError:  # for example, the experts do not divide over the GPUs
-            return None
-
     @property
-    def _compares_kvr(self) -> bool:
-        return any(one is self._kvr for one in self.candidates)
+    def _kvr(self) -> Candidate | None:
+        """The candidate for KVR-S; None: KVR-S is not compared."""
+        return next((one for one in self.candidates if one.strategy.name == KVR_S.name), None)
 
     def bounds(self) -> Bounds:
         """The bound of KV-Runahead chains over single GPUs, and the bound of the best strategy if that is such a chain.
 
-        There is no proof for ranks that exchange tokens for their experts. All values are None if KVR-S does not run
-        here.
+        There is no proof for ranks that exchange tokens for their experts. All values are None if KVR-S is not
+        compared.
         """
         kvr = self._kvr
         if kvr is None:
@@ -335,7 +324,7 @@ class Ranking:
             ttft_star_s=single_s / 2 * (1 / num_ranks + 1 / num_ranks**2),
             ttft_no_comm_s=min(balanced_s, kvr.ttft_without_communication_s),
             lower_bound_s=lower_s,
-            gap=kvr.ttft_s / lower_s - 1 if self._compares_kvr and lower_s is not None else None,
+            gap=None if lower_s is None else kvr.ttft_s / lower_s - 1,
             best=_chain_bound(self.best, lower_s),
         )
 

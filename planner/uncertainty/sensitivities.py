@@ -105,14 +105,20 @@ class Perturbation(NamedTuple):
     by: Callable[[float], PlacedScenario]
 
 
-def sensitivities(execution: Execution, partition: Partition) -> Sensitivities:
-    """The sensitivities of log TTFT by source."""
+def sensitivities(
+    execution: Execution, partition: Partition, *, for_differences: bool = True, ttft_s: float | None = None
+) -> Sensitivities:
+    """The sensitivities of log TTFT by source.
+
+    for_differences: also those that count only in the difference of two strategies, which take most of the simulations.
+    ttft_s: TTFT of the partition; None: it is simulated.
+    """
     profile = execution.placed.profile
     if profile is None:
         return _ROOFLINE
     by_source = dict[ErrorSource, Sensitivity]()
     in_differences = dict[ErrorSource, Sensitivity]()
-    runs = _Runs(execution, partition)
+    runs = _Runs(execution, partition, ttft_s)
     residual = end_to_end_residual(execution.placed)
     engine = execution.placed.engine
     has_shares = engine is not None and engine.has_share_interval
@@ -123,8 +129,9 @@ def sensitivities(execution: Execution, partition: Partition) -> Sensitivities:
         ratio_log_sd = residual.cross_validated_speedup_mape * _SD_OF_MEAN_ERROR
     elif has_shares:
         ratio_log_sd = run_to_run_log_sd(profile)
-        alone, _ = runs.device()
-        in_differences |= alone
+        if for_differences:
+            alone, _ = runs.device()
+            in_differences |= alone
         causes = error_rule().log_sds(runs.shares())
         by_source |= {cause: Sensitivity.proportional(log_sd) for cause, log_sd in causes.items()}
     else:
@@ -142,8 +149,9 @@ def sensitivities(execution: Execution, partition: Partition) -> Sensitivities:
     links = _links(execution.placed)
     measured = execution.placed.links_are_measured
     if links.log_sd and not (measured and residual is not None):
-        is_compared = has_shares or rows_log_sd is not None
-        (in_differences if measured and is_compared else by_source)["links"] = runs.to(links)
+        is_shared = measured and (has_shares or rows_log_sd is not None)
+        if for_differences or not is_shared:
+            (in_differences if is_shared else by_source)["links"] = runs.to(links)
     prefix = _prefix_link(execution.placed)
     if prefix.log_sd:
         by_source[prefix.name] = runs.to(prefix)
@@ -159,10 +167,12 @@ def sensitivities(execution: Execution, partition: Partition) -> Sensitivities:
 class _Runs:
     """Simulations of one strategy with one partition under changed sources."""
 
-    def __init__(self, execution: Execution, partition: Partition) -> None:
+    def __init__(self, execution: Execution, partition: Partition, ttft_s: float | None) -> None:
+        """ttft_s: TTFT of the unchanged scenario; None: unknown."""
         self.execution = execution
         self.chunks = columns(partition.chunk_lens)
-        self._log_s: float | None = None  # log TTFT of the unchanged scenario
+        is_known = ttft_s is not None and not execution.cluster.shares_bandwidth  # on a bus, see _ttft_s
+        self._log_s = math.log(ttft_s) if is_known and ttft_s else None  # log TTFT of the unchanged scenario
 
     def device(self) -> tuple[dict[ErrorSource, Sensitivity], dict[ErrorSource, Sensitivity]]:
         """Sensitivities to each part of the device's time, and to errors of all parts; each source has two columns."""
