@@ -562,7 +562,10 @@ class _Trial:
     def run(self, strategy: Strategy) -> None:
         """Make the strategy's candidate."""
         by_name = self.by_name
-        if self.limited and strategy.partition_rule in _MOST_GAIN:
+        is_rough = self.limited and strategy.partition_rule in _MOST_GAIN
+        if strategy.name == KVR_S.name and _first_s(self.scenario, strategy) <= _CHEAP_S:
+            is_rough = False
+        if is_rough:
             by_name[strategy.name] = _rough(self.scenario, strategy, by_name)
         else:
             by_name[strategy.name] = self.search.candidate(self.scenario, strategy, _chain(by_name, strategy))

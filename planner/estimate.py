@@ -43,7 +43,7 @@ def estimate_s(execution: Execution) -> float:
     starts = list(accumulate(chunks[:-1], initial=np.full(1, float(execution.request.cached_prefix))))
     by_rank = _layer_seconds(execution, chunks, starts)
     counts = Counter(execution.placed.share.layer_kind_index if has_prefill(execution.placed) else ())
-    ranks_s = [sum(count * kinds_s[kind] for kind, count in counts.items()) for kinds_s in by_rank]
+    ranks_s = [np.sum([count * kinds_s[kind] for kind, count in counts.items()]) for kinds_s in by_rank]
     is_balanced = execution.strategy.partition_rule == "search"
     layers_s = np.mean(ranks_s) if is_balanced else np.max(ranks_s)
     return float(layers_s + _ends_s(execution, chunks[-1], starts[-1]))
@@ -69,8 +69,8 @@ def _pipeline_s(execution: Execution) -> float:
         by_rank = _layer_seconds(execution, chunks, starts)
         piece_s = np.zeros((len(layers), number))
         for kinds_s in by_rank:
-            by_stage = [sum(kinds_s[kinds[layer]] for layer in stage) for stage in layers]
-            piece_s = np.maximum(piece_s, by_stage)
+            by_stage = [np.sum([kinds_s[kinds[layer]] for layer in stage], axis=0) for stage in layers]
+            piece_s = np.maximum(piece_s, np.array(by_stage))
         before_s = _seconds_of(before_step(execution.placed, chunks[0], ends, execution.placed.cost), execution, 0, {})
         piece_s += before_s + _message_s(execution, chunks[0])
         whole_s = piece_s.sum(axis=1).max() + piece_s.max(axis=1).sum() - piece_s.max()

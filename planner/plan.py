@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from kvrsim.arguments import TargetArgs
+from kvrsim.arguments import SearchArgs, TargetArgs
+from kvrsim.errors import InputError
 from kvrsim.execution import execute
 from kvrsim.notes import note, without
 from kvrsim.program import AllGather, AllToAll, Op, Program, RingPass
@@ -35,6 +36,7 @@ from planner.candidates import (
     ComparedStrategies,
     ForEngine,
     Search,
+    execution_of,
     is_rough,
     prefix_access_notes,
     search_all,
@@ -174,6 +176,7 @@ class Ranking:
     unsearched: tuple[str, ...]  # strategies that could be the best but exceeded the search budget
     not_tried: tuple[NotTried, ...]  # strategies that could fit and were not compared
     engine: ForEngine | None  # engine of the plan's launch
+    is_default: bool  # whether the comparison is limited by the search budget, because the user named no strategies
     noisy: Mapping[str, Distribution]  # distribution of TTFT under noise, by strategy; empty: no noise
 
     @classmethod
@@ -198,6 +201,7 @@ class Ranking:
             unsearched=comparison.unsearched,
             not_tried=comparison.not_tried,
             engine=search.engine,
+            is_default=compared.limited,
             noisy={} if disturbance is None else _under_noise(even, candidates, disturbance, search),
         )
 
@@ -294,16 +298,34 @@ class Ranking:
 
     # -- bounds
 
-    @property
+    @cached_property
     def _kvr(self) -> Candidate | None:
-        """The candidate for KVR-S; None: KVR-S is not compared."""
-        return next((one for one in self.candidates if one.strategy.name == KVR_S.name), None)
+        """The candidate for KVR-S; if the user named other strategies, its analytical plan, which costs one evaluation.
+
+        None: KVR-S does not run here, or is not compared and has no proven bound.
+        """
+        compared = {one.strategy.name: one for one in self.candidates}
+        if KVR_S.name in compared:
+            return compared[KVR_S.name]
+        if self.is_default:
+            return None
+        try:
+            execution = execution_of(self.scenario, KVR_S)
+        except InputError:  # for example, the experts do not divide over the GPUs
+            return None
+        if not execution.placed.chain_is_proven:
+            return None
+        return Search(options=SearchArgs(method="analytical")).candidate(self.scenario, KVR_S)
+
+    @property
+    def _compares_kvr(self) -> bool:
+        return any(one is self._kvr for one in self.candidates)
 
     def bounds(self) -> Bounds:
         """The bound of KV-Runahead chains over single GPUs, and the bound of the best strategy if that is such a chain.
 
-        There is no proof for ranks that exchange tokens for their experts. All values are None if KVR-S is not
-        compared.
+        There is no proof for ranks that exchange tokens for their experts. All values are None if KVR-S does not run
+        here, or if a default comparison leaves it out.
         """
         kvr = self._kvr
         if kvr is None:
@@ -324,7 +346,7 @@ class Ranking:
             ttft_star_s=single_s / 2 * (1 / num_ranks + 1 / num_ranks**2),
             ttft_no_comm_s=min(balanced_s, kvr.ttft_without_communication_s),
             lower_bound_s=lower_s,
-            gap=None if lower_s is None else kvr.ttft_s / lower_s - 1,
+            gap=kvr.ttft_s / lower_s - 1 if self._compares_kvr and lower_s is not None else None,
             best=_chain_bound(self.best, lower_s),
         )
 

@@ -190,7 +190,8 @@ class _Runs:
                 weights[part][2 * index + 1 : 2 * index + 3] = _end(-log_sd), _end(log_sd)
         wide = [np.repeat(chunk, 2 * len(every) + 1) for chunk in self.chunks]
         log_s = np.log(self._ttft_s(scenario, wide, WeightedCost(cost=scenario.cost, weights=weights)))
-        self._log_s = float(log_s[0])
+        if self._log_s is None:
+            self._log_s = float(log_s[0])
         pairs = (log_s[1:] - log_s[0]).reshape(-1, 2)
         by_source = {source: Sensitivity(*map(float, pair)) for source, pair in zip(every, pairs, strict=True)}
         return {source: by_source[source] for source in alone}, {source: by_source[source] for source in together}
