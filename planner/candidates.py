@@ -668,7 +668,7 @@ def _search_the_likeliest(
         if work.program_s > left_s:
             unsearched.append(one.strategy.name)
             continue
-        allowance = Allowance(left_s=left_s / 2, each_s=work.partition_s, program_s=work.program_s)
+        allowance = Allowance(left_s=left_s / 2, each_s=work.partition_s, program_s=work.program_s, to_beat_s=to_beat_s)
         candidate = replace(search, allowance=allowance).candidate(scenario, strategy, _chain(by_name, strategy))
         assert candidate.search is not None
         left_s -= left_s / 2 - allowance.left_s

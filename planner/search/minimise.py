@@ -25,6 +25,7 @@ class Allowance:
     left_s: float
     each_s: float  # estimated time per partition on one core of 2026
     program_s: float = 0.0  # estimated time per batch of partitions
+    to_beat_s: float = math.inf  # TTFT to beat: the search may end when it cannot find a shorter one
 
 
 @dataclass(slots=True)

@@ -51,6 +51,7 @@ PAGE = 64  # tokens; pieces end at multiples of this number, which engines' page
 MOST_A_STAGE = 64  # pieces per stage; with 64, filling and emptying the stages takes less than 1.6 % of TTFT
 _GAIN = 0.002  # least relative gain in TTFT from doubling even pieces
 _STARTS = 4  # descents that begin: with 1, the worst of 50 random questions loses 4.9 % of TTFT, with 4 it loses 2.1 %
+_MOST_GAIN = 0.1  # largest share of TTFT that descents are assumed to gain over the best start
 _TRIAL_ROUNDS = 8  # rounds after which only the best descent goes on; full descents lose as much in as much time
 _ROUNDS = 48  # most rounds of a descent, which ends when its smallest step gains nothing
 _MOST_MOVES = 256  # candidates of a round, so that one with many pieces and stages takes no longer than one with few
@@ -102,7 +103,7 @@ def search_pipeline(
     partition = Partition(chunk_lens=lengths)
     if not fits(execution.placed, memory_of(execution, partition)):
         execution, partition, ttft_s = _that_fits(execution, pieces) or (execution, partition, ttft_s)
-    report = SearchReport(method="pipeline", evaluations=evaluations, seconds=time.perf_counter() - begin_s)
+    report = SearchReport(method=run.method, evaluations=evaluations, seconds=time.perf_counter() - begin_s)
     return SearchResult(execution=execution, partition=partition, ttft_s=ttft_s, report=report)
 
 
@@ -249,6 +250,7 @@ class _PipelineSearch:
         self.num_layers = execution.placed.share.num_hidden_layers
         self.end = -(-self.tokens // stride)
         self.evaluator = Evaluator(execution)
+        self.method = "pipeline"  # or "rough", if no result can beat the TTFT to beat
 
     def run(self, given: Row | None) -> RowTime:
         """Return the best row and its TTFT; if `given` fixes the ends of pieces, only the layers are searched."""
@@ -257,11 +259,22 @@ class _PipelineSearch:
             return self._descend(start, moves_pieces=False)
         if self.execution.cluster.shares_bandwidth:
             return self._descend(self._on_own_links(), moves_pieces=True)
-        tried = [self._descend(start, moves_pieces=True, rounds=_TRIAL_ROUNDS) for start in self._starts()]
+        starts = self._starts()
+        best, best_s = starts[0]
+        if best_s * (1 - _MOST_GAIN) > self._to_beat_s:
+            self.method = "rough"
+            return best, best_s
+        tried = [self._descend(start, moves_pieces=True, rounds=_TRIAL_ROUNDS) for start, _ in starts]
         best, _ = min(tried, key=itemgetter(1))
         return self._descend(best, moves_pieces=True)
 
-    def _starts(self) -> list[Row]:
+    @property
+    def _to_beat_s(self) -> float:
+        """TTFT that a search has to beat; infinite without an allowance."""
+        allowance = self.evaluator.allowance
+        return math.inf if allowance is None else allowance.to_beat_s
+
+    def _starts(self) -> list[RowTime]:
         """The fastest rows of equally long pieces and of pieces of equal time, each with another number of pieces.
 
         Pieces end at multiples of a distance, a power of two, with which they fill tiles of the matrix products.
@@ -277,7 +290,7 @@ class _PipelineSearch:
                 for ends in (_at_multiples(equal[1:-1], spacing, self.end), equally_long, equally_long[:-1]):
                     alike[len(ends)].append(ends)
         found = sorted((self._fastest(np.array(rows)) for rows in alike.values()), key=itemgetter(1))
-        return [row for row, _ in found[:_STARTS]]
+        return found[:_STARTS]
 
     def _numbers(self) -> list[int]:
         """Tried numbers of pieces, in a geometric sequence from half to twice the fastest number of even ones."""
