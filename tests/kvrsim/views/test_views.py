@@ -28,9 +28,19 @@ def results() -> dict[str, Viewable]:
         "plan with timelines": kvrsim.plan(ctx="4k", gpus=4, strategies=["tsp", "ring"], timeline=True),
         "plan that does not fit": kvrsim.plan(ctx="256k", gpus=2, strategies=["single", "tsp"]),
         "simulation": kvrsim.simulate(strategy="pp", ctx="4k", gpus=4, timeline=True),
-        "map": kvrsim.map_strategies(ctx=["1k", "4k"], gpus=[2, 8], link_bandwidths=["1GB/s", "100GB/s"]),
+        "map": kvrsim.map_strategies(
+            ctx=["1k", "4k"],
+            gpus=[2, 8],
+            link_bandwidths=["1GB/s", "100GB/s"],
+            strategies=["tsp", "kvr-s", "ring", "tp"],
+        ),
         "capacity": kvrsim.capacity(
-            model="llama-7b", cluster="a100-nvlink", requests=REQUESTS, slo_ttft="2s", max_gpus=4
+            model="llama-7b",
+            cluster="a100-nvlink",
+            requests=REQUESTS,
+            slo_ttft="2s",
+            max_gpus=4,
+            strategies=["single", "tp"],
         ),
     }
 
