@@ -57,7 +57,7 @@ from planner.capacity.workload import Workload
 _PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 92.5, 95, 96, 97, 98, 98.5, 99, 99.5, 99.9, 100)
 _REQUEST_QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)  # shares of the requests at which designs are cut
 _WORK_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)  # shares of all new tokens at which designs are cut
-_OPTIONS = 3  # most numbers of groups tried above the least one of a bucket: of 8 questions, 10 and 30 change no fleet
+_OPTIONS = 3  # most numbers of groups tried above the least one of a bucket: 10 changes no fleet of 8 questions
 _SAFE_LOAD = 0.9  # factor on the mean number of busy groups for a lower bound, since a trace may end with a backlog
 _REFINED = 3  # number of two-bucket designs with a finer search
 _FINER = (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)  # exponents of 2: ratios of nearby cuts to a cut
