@@ -178,7 +178,8 @@ def write(asked: list[Question], defaults: Answers, references: Answers) -> None
         f" {BUDGET:g} s, and",
         f"at most {MOST_REFERENCE_S:g} s of CPU. `cut` says after how many strategies a reference ended; strategies"
         " that it had not",
-        "searched may be faster than what it found.",
+        "searched may be faster than what it found. A strategy that takes long is simulated only if an estimate of it",
+        "is at most 1.5 times the best TTFT.",
         "",
         f"- best within {NEAR:.0%} of the reference's best: {near} of {len(gaps)}; worst {max(gaps):+.2%}",
         f"- strategies that fit in a reference and that the answer does not name: {len(unnamed)}",

@@ -20,7 +20,16 @@ from kvrsim.results.results import Advice
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.units import format_tokens
-from planner.candidates import Candidate, ComparedStrategies, Search, all_for, execution_of, least_bytes, search_all
+from planner.candidates import (
+    Candidate,
+    ComparedStrategies,
+    Search,
+    all_for,
+    execution_of,
+    least_bytes,
+    rare_for,
+    search_all,
+)
 from planner.estimate import estimate_s
 from planner.limits import OPERATIONS
 
@@ -112,9 +121,9 @@ def _is_limited_by_attention(best: Candidate) -> bool:
 
 
 def _alike(scenario: Scenario, strategies: Sequence[Strategy]) -> list[Strategy]:
-    """The strategies of `all` that differ from these in their sizes only."""
+    """The strategies, the rare ones as well, that differ from these in their sizes only."""
     kinds = {_kind(one) for one in strategies}
-    return [one for one in all_for(scenario)[0] if _kind(one) in kinds]
+    return [one for one in (*all_for(scenario)[0], *rare_for(scenario)) if _kind(one) in kinds]
 
 
 def _likeliest(scenario: Scenario, strategies: Sequence[Strategy], ranked: Sequence[Candidate]) -> list[Strategy]:

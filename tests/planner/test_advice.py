@@ -59,6 +59,14 @@ def test_changes_that_make_a_plan_slower_are_no_advice() -> None:
     assert "--expert-parallel" not in {one.change for one in plan.advice}
 
 
+def test_fewer_gpus_are_advised_where_they_are_faster() -> None:
+    question = {"model": "qwen3-30b-a3b", "cluster": "2x8xh100", "ctx": "1k"}
+    plan = kvrsim.plan(**question)
+    fewer = kvrsim.plan(**question, gpus=8)
+    assert fewer.best.ttft_s < 0.99 * plan.best.ttft_s
+    assert "--gpus 8" in {advice.change for advice in plan.advice}
+
+
 def test_every_surface_has_the_same_advice() -> None:
     plan = kvrsim.plan(model="llama-3.1-8b", cluster="8xh100", ctx="16k", gpus=4)
     assert plan.advice
