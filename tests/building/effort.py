@@ -11,7 +11,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, Phase, settings
 
 _EFFORT = {"quick": 1 / 5, "full": 1 / 3, "nightly": 5.0, "mutation": 1 / 2}
-_LEAST = 5
+_LEAST = 3
 
 
 def register_profiles() -> None:
