@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvrsim.builder import make_scenario
+from kvrsim.errors import InputError
 from kvrsim.execution import execute as executed
 from kvrsim.execution import place
 from kvrsim.hardware import SlowGpu, SlowLink, UnevenCluster
@@ -137,6 +138,17 @@ def _each(pool: Pool, call: Callable[..., Any], arguments: list[tuple[Any, ...]]
 
 
 def any_setting(rng: np.random.Generator, topologies: tuple[str, ...]) -> Scenario:
+    """A random scenario that KV-Runahead can be placed on: experts, for example, must divide over the GPUs."""
+    while True:
+        scenario = _random_setting(rng, topologies)
+        try:
+            place(scenario, KVR)
+        except InputError:
+            continue
+        return scenario
+
+
+def _random_setting(rng: np.random.Generator, topologies: tuple[str, ...]) -> Scenario:
     """A scenario with a random model, length, number of GPUs, prefix and link, from 1 MB/s to 1 TB/s.
 
     Three of ten settings have a few layers of the model, at random; at least two of a model with layers of several
