@@ -157,7 +157,7 @@ class MemoryLimit:
         return int(self.gpu_memory_bytes * self.memory_fraction)
 
     def describe(self) -> str:
-        """Describe the limit: "limit 72.0 GiB a GPU, 0.9 of its 80.0 GiB"."""
+        """Describe the limit: "limit 72.0 GiB per GPU, 0.9 of its 80.0 GiB"."""
         total = format_bytes(self.gpu_memory_bytes)
         return f"limit {format_bytes(self.nbytes)} per GPU, {self.memory_fraction:g} of its {total}"
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 import kvrsim
+from kvrsim.arguments import SearchArgs
 from kvrsim.builder import make_scenario
 from kvrsim.noise import Distribution, parse_noise
 from kvrsim.published import PublishedTtft, read_rows
@@ -31,6 +32,8 @@ FAST = "300GB/s"  # the link of the figures, as the publication names it
 PROFILE = "a100-eager"
 GRID_DELTA = 512  # tokens between two first chunks of Fig. 6 (a): the paper's first stride
 MODELS = ("llama-7b", "falcon-7b", "llama-7b-gqa8")  # models in the paper's figures, and one with grouped KV heads
+SENDS = {"overlap": "overlap", "rendezvous": "exclude each other"}  # what a message does to computation
+SLOW_CHUNKS = {"even": "even", "searched": "searched", "grid": "grid search, finest stride a 16th of the context"}
 STRATEGIES = {"tsp": "TSP", "kvr-e": "KVR-E", "kvr-s": "KVR-S"}
 
 
@@ -154,6 +157,9 @@ def page(predictions: Predictions) -> list[str]:
         partitions=_partitions(predictions),
         printed_partitions=_printed_partitions(predictions),
         slow_speedups=_slow_speedups(predictions),
+        slow_rows=sum(row.link == "1GB/s" and row.strategy == "kvr" for row in scope.rows),
+        slow_ttfts=_slow_ttfts(predictions),
+        memory=_memory(predictions),
         grid_case=f"{scope.model}, {format_tokens(scope.scaling_context_len)} tokens on 2 GPUs",
         grid_printed=printed["partitions"][0]["printed_as"],
         grid=_grid(predictions),
@@ -210,6 +216,17 @@ def _scalability(predictions: Predictions) -> list[str]:
     return numbers_table(("GPUs", *heads, "reported TSP / KVR-S"), rows)
 
 
+def _memory(predictions: Predictions) -> list[str]:
+    """Return the memory of each strategy on two GPUs, where the paper's TSP ran out of memory."""
+    plan = next(plan for plan in predictions.plans if plan.num_gpus == 2)
+    results = {result.strategy: result for result in plan.strategies}
+    cells = []
+    for name in STRATEGIES:
+        most_bytes = max(part.total for part in results[name].memory)
+        cells.append(f"{most_bytes / 2**30:.1f} GiB of {plan.memory_limit.nbytes / 2**30:.1f}")
+    return numbers_table((*STRATEGIES.values(),), [tuple(cells)])
+
+
 def _paper_values(predictions: Predictions, plan: Plan) -> dict[str, float]:
     """Return the TTFTs that the paper prints for a plan's case, by strategy."""
     rows = {name: predictions.scope.printed_rows(plan.model, plan.num_gpus, name) for name in STRATEGIES}
@@ -254,6 +271,33 @@ def _slow_speedups(predictions: Predictions) -> list[str]:
         case = f"{STRATEGIES[entry['strategy']]}, {entry['num_gpus']} × {format_tokens(entry['context_len'])}"
         rows.append((f"{case} ({entry['place']})", *cells))
     return numbers_table(("case", "printed", "bus", "switch"), rows)
+
+
+def _slow_ttfts(predictions: Predictions) -> list[str]:
+    """Return the errors of KV-Runahead's printed TTFTs at 10 and 1 GB/s on each network, with each choice of chunks."""
+    rows = [row for row in predictions.scope.rows if row.link in BANDWIDTH and row.strategy == "kvr"]
+    lines = []
+    for topology, sends, chunks in product(("bus", "switch"), ("overlap", "rendezvous"), SLOW_CHUNKS):
+        cells = []
+        for link in BANDWIDTH:
+            errors = [_slow_error(row, topology, sends, chunks) for row in rows if row.link == link]
+            cells.append(f"{np.mean(np.abs(errors)):.1%}")
+        lines.append((topology, SENDS[sends], SLOW_CHUNKS[chunks], *cells))
+    return numbers_table(("network", "a message and computation", "chunks", *BANDWIDTH), lines)
+
+
+def _slow_error(row: PublishedTtft, topology: str, sends: Literal["overlap", "rendezvous"], chunks: str) -> float:
+    """Relative error of a printed TTFT, if messages overlap computation or block it, on a network of that topology."""
+    link = {"topology": topology, "link_bandwidth": BANDWIDTH[row.link], "link_latency": 10e-6}
+    scenario, _ = make_scenario(ctx=row.context_len, gpus=row.num_gpus, model=row.model, profile=row.profile, **link)
+    assert scenario.profile is not None
+    links = replace(scenario.profile.links, sends=sends, sends_over_bus=sends)
+    scenario = replace(scenario, profile=replace(scenario.profile, links=links))
+    search = Search()
+    if chunks == "grid":
+        search = Search(options=SearchArgs(method="grid", stride=row.context_len // 16))
+    strategy = "kvr-e" if chunks == "even" else "kvr-s"
+    return run_simulation(scenario, strategy=strategy, search=search).ttft_s / row.ttft_s - 1
 
 
 def _grid(predictions: Predictions) -> list[str]:
