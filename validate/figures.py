@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise, product
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 import kvrsim
 from kvrsim.arguments import SearchArgs
 from kvrsim.builder import make_scenario
+from kvrsim.kernels.profile import SendStyle
 from kvrsim.noise import Distribution, parse_noise
 from kvrsim.published import PublishedTtft, read_rows
 from kvrsim.results.results import Plan, SimResult
@@ -32,7 +33,10 @@ FAST = "300GB/s"  # the link of the figures, as the publication names it
 PROFILE = "a100-eager"
 GRID_DELTA = 512  # tokens between two first chunks of Fig. 6 (a): the paper's first stride
 MODELS = ("llama-7b", "falcon-7b", "llama-7b-gqa8")  # models in the paper's figures, and one with grouped KV heads
-SENDS = {"overlap": "overlap", "rendezvous": "exclude each other"}  # what a message does to computation
+SENDS: Mapping[SendStyle, str] = {
+    "overlap": "overlap",
+    "rendezvous": "exclude each other",
+}  # what a message does to computation
 SLOW_CHUNKS = {"even": "even", "searched": "searched", "grid": "grid search, finest stride a 16th of the context"}
 STRATEGIES = {"tsp": "TSP", "kvr-e": "KVR-E", "kvr-s": "KVR-S"}
 
@@ -145,6 +149,7 @@ def page(predictions: Predictions) -> list[str]:
     noisy = printed["noisy_network"]
     pairs = [(row, simulate_row(row)) for row in scope.rows]
     limits = (f"{STRATEGIES[name]} {share:.1%}" for name, share in noisy["shares"].items())
+    slow_ttfts, slow_nearest = _slow_ttfts(predictions)
     return fill(
         "figures",
         scope=scope,
@@ -158,7 +163,8 @@ def page(predictions: Predictions) -> list[str]:
         printed_partitions=_printed_partitions(predictions),
         slow_speedups=_slow_speedups(predictions),
         slow_rows=sum(row.link == "1GB/s" and row.strategy == "kvr" for row in scope.rows),
-        slow_ttfts=_slow_ttfts(predictions),
+        slow_ttfts=slow_ttfts,
+        slow_nearest=slow_nearest,
         memory=_memory(predictions),
         grid_case=f"{scope.model}, {format_tokens(scope.scaling_context_len)} tokens on 2 GPUs",
         grid_printed=printed["partitions"][0]["printed_as"],
@@ -273,20 +279,28 @@ def _slow_speedups(predictions: Predictions) -> list[str]:
     return numbers_table(("case", "printed", "bus", "switch"), rows)
 
 
-def _slow_ttfts(predictions: Predictions) -> list[str]:
-    """Return the errors of KV-Runahead's printed TTFTs at 10 and 1 GB/s on each network, with each choice of chunks."""
+def _slow_ttfts(predictions: Predictions) -> tuple[list[str], str]:
+    """Return mean errors of KV-Runahead's printed TTFTs by network and chunks, and the line nearest at both rates."""
     rows = [row for row in predictions.scope.rows if row.link in BANDWIDTH and row.strategy == "kvr"]
+    errors_by_line: dict[tuple[str, str, str], list[float]] = {}
+    for topology in ("bus", "switch"):
+        for sends, what in SENDS.items():
+            for chunks, name in SLOW_CHUNKS.items():
+                means = []
+                for link in BANDWIDTH:
+                    errors = [_slow_error(row, topology, sends, chunks) for row in rows if row.link == link]
+                    means.append(float(np.mean(np.abs(errors))))
+                errors_by_line[topology, what, name] = means
+    nearest = min(errors_by_line, key=lambda line: max(errors_by_line[line]))
+    shares = " and ".join(f"{error:.1%}" for error in errors_by_line[nearest])
     lines = []
-    for topology, sends, chunks in product(("bus", "switch"), ("overlap", "rendezvous"), SLOW_CHUNKS):
-        cells = []
-        for link in BANDWIDTH:
-            errors = [_slow_error(row, topology, sends, chunks) for row in rows if row.link == link]
-            cells.append(f"{np.mean(np.abs(errors)):.1%}")
-        lines.append((topology, SENDS[sends], SLOW_CHUNKS[chunks], *cells))
-    return numbers_table(("network", "a message and computation", "chunks", *BANDWIDTH), lines)
+    for line, means in errors_by_line.items():
+        lines.append((*line, *(f"{error:.1%}" for error in means)))
+    heads = ("network", "a message and computation", "chunks", *BANDWIDTH)
+    return numbers_table(heads, lines), f"{', '.join(nearest)}: {shares}"
 
 
-def _slow_error(row: PublishedTtft, topology: str, sends: Literal["overlap", "rendezvous"], chunks: str) -> float:
+def _slow_error(row: PublishedTtft, topology: str, sends: SendStyle, chunks: str) -> float:
     """Relative error of a printed TTFT, if messages overlap computation or block it, on a network of that topology."""
     link = {"topology": topology, "link_bandwidth": BANDWIDTH[row.link], "link_latency": 10e-6}
     scenario, _ = make_scenario(ctx=row.context_len, gpus=row.num_gpus, model=row.model, profile=row.profile, **link)
