@@ -165,6 +165,7 @@ def page(predictions: Predictions) -> list[str]:
         slow_rows=sum(row.link == "1GB/s" and row.strategy == "kvr" for row in scope.rows),
         slow_ttfts=slow_ttfts,
         slow_nearest=slow_nearest,
+        memory_limit=f"{predictions.plans[0].memory_limit.nbytes / 2**30:.1f}",
         memory=_memory(predictions),
         grid_case=f"{scope.model}, {format_tokens(scope.scaling_context_len)} tokens on 2 GPUs",
         grid_printed=printed["partitions"][0]["printed_as"],
@@ -223,14 +224,12 @@ def _scalability(predictions: Predictions) -> list[str]:
 
 
 def _memory(predictions: Predictions) -> list[str]:
-    """Return the memory of each strategy on two GPUs, where the paper's TSP ran out of memory."""
-    plan = next(plan for plan in predictions.plans if plan.num_gpus == 2)
-    results = {result.strategy: result for result in plan.strategies}
-    cells = []
-    for name in STRATEGIES:
-        most_bytes = max(part.total for part in results[name].memory)
-        cells.append(f"{most_bytes / 2**30:.1f} GiB of {plan.memory_limit.nbytes / 2**30:.1f}")
-    return numbers_table((*STRATEGIES.values(),), [tuple(cells)])
+    """Return the memory that the GPU with the most needs, by number of GPUs and strategy."""
+    rows = []
+    for plan in predictions.plans:
+        most_bytes = {result.strategy: max(rank.total for rank in result.memory) for result in plan.strategies}
+        rows.append((str(plan.num_gpus), *(f"{most_bytes[name] / 2**30:.1f}" for name in STRATEGIES)))
+    return numbers_table(("GPUs", *STRATEGIES.values()), rows)
 
 
 def _paper_values(predictions: Predictions, plan: Plan) -> dict[str, float]:

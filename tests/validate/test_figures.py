@@ -8,7 +8,7 @@ import pytest
 
 import kvrsim
 from kvrsim.published import read_rows
-from validate.figures import FAST, PROFILE, Predictions, Scope, page, simulate
+from validate.figures import FAST, PROFILE, Predictions, Scope, page, simulate, simulate_row
 
 pytestmark = pytest.mark.slow
 DOCS = Path(__file__).parents[2] / "docs" / "results"
@@ -46,6 +46,14 @@ def test_the_page_has_the_planners_times(small: Predictions) -> None:
     assert scaling[1:7] == [f"{value:.3f}" for value in (*values, bounds.lower_bound_s)]
     speedup = next(cells for cells in lines if cells[0] == f"{MODEL}, 4 GPUs")[1]
     assert speedup.endswith(f" / {ttft_s['tsp'] / ttft_s['kvr-s']:.2f}")
+
+
+def test_slow_links_as_the_accuracy_page_simulates_them(small: Predictions) -> None:
+    lines = cells_of("\n".join(page(small)))
+    even = next(cells for cells in lines if cells[:3] == ["bus", "overlap", "even"])
+    rows = [row for row in small.scope.rows if row.link == "10GB/s" and row.strategy == "kvr"]
+    errors = [abs(simulate_row(row).ttft_s / row.ttft_s - 1) for row in rows]
+    assert even[3] == f"{sum(errors) / len(errors):.1%}"
 
 
 def test_the_printed_interpolation(small: Predictions) -> None:
