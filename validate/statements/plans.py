@@ -21,6 +21,7 @@ from kvrsim.errors import InputError
 from kvrsim.execution import Execution
 from kvrsim.executors.run import ttft_s
 from kvrsim.model.mixers import Attention
+from kvrsim.model.spec import ModelSpec
 from kvrsim.strategies import STRATEGIES, get_strategy
 from planner.candidates import Candidate, execution_of
 from validate.statements.arithmetic import MemoryLoad, sizes_of
@@ -36,6 +37,7 @@ _MISFITS = 6  # strategies outside the plan whose memory is simulated
 _PIECES = (2, 8, 32)  # pieces per GPU of a pipeline that is simulated for its memory
 _PROFILES = Path(kvrsim.__file__).parent / "data" / "profiles"
 _CHECKED = 2**19  # tokens of the longest published prefills of dense models with flash attention
+_CHECKED_OTHERS = 2**17  # the same of mixtures, latent attention and recurrences without windows
 _LEAST_TABLE = 2**14  # tokens: shorter tables of kernels say less about long contexts
 Entry = Mapping[str, Any]  # an entry of `strategies` in the answer's JSON
 
@@ -428,10 +430,23 @@ def check_tie(case: PlannedCase) -> Iterator[Claim]:
         )
 
 
+def _compared_tokens(model: ModelSpec) -> int:
+    """Tokens of the longest whole prefills of such a model that were compared; 0: none, or further off when longer."""
+    kinds = model.layer_kinds
+    mixers = [kind.mixer for kind in kinds if kind.mixer is not None]
+    has_experts = any(kind.num_experts for kind in kinds)
+    if not has_experts and all(isinstance(mixer, Attention) for mixer in mixers):
+        return _CHECKED
+    for mixer in mixers:
+        if getattr(mixer, "sliding_window", None) is not None or getattr(mixer, "indexer", None) is not None:
+            return 0
+    return _CHECKED_OTHERS
+
+
 def check_extrapolated(case: PlannedCase) -> Iterator[Claim]:
     """The note on extrapolation appears exactly where the question is outside the profile's range.
 
-    Dense models with flash attention were compared with whole prefills of up to _CHECKED tokens.
+    Models with flash attention were compared with whole prefills longer than the kernels that were measured.
     """
     name = case.said["profile"]
     if not (_PROFILES / f"{name}.json").exists():
@@ -439,10 +454,8 @@ def check_extrapolated(case: PlannedCase) -> Iterator[Claim]:
     valid = json.loads((_PROFILES / f"{name}.json").read_text("utf-8"))["valid"]
     question = case.said["question"]
     contexts = valid["context_len"]
-    kinds = case.scenario.model.layer_kinds
-    is_dense = all(isinstance(kind.mixer, Attention | None) and not kind.num_experts for kind in kinds)
-    if is_dense and question["attention"] == "flash" and contexts[1] >= _LEAST_TABLE:
-        contexts = [contexts[0], max(contexts[1], _CHECKED)]
+    if question["attention"] == "flash" and contexts[1] >= _LEAST_TABLE:
+        contexts = [contexts[0], max(contexts[1], _compared_tokens(case.scenario.model))]
     values = {"context": (question["context_len"], contexts), "GPUs": (case.num_gpus, valid["num_gpus"])}
     for what, (value, (low, high)) in values.items():
         outside = not low <= value <= high
