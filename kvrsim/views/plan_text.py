@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.strategies import KVR_S, usual_names
+from kvrsim.strategies.kv_runahead import KVR_P
 from kvrsim.units import format_bytes, format_seconds
 from kvrsim.views.table import (
     CLAIMED_COVERAGE,
@@ -52,7 +53,8 @@ class RowGroup(NamedTuple):
 def row_groups(plan: Plan) -> list[RowGroup]:
     """The rows of the first screen, all of which fit.
 
-    The paper's question: the paper's strategies, what is faster, and the fastest that an engine launches.
+    The paper's question: the paper's strategies, what is faster, and the fastest that an engine launches; all, if there
+    are few.
     Every other question: the fastest, the baseline, kvr-s, and what was measured. With an engine, the fastest are
     those that it launches and the fastest of all.
     """
@@ -70,7 +72,7 @@ def row_groups(plan: Plan) -> list[RowGroup]:
 
 
 def _groups_of_paper(plan: Plan, fitting: Sequence[StrategyResult]) -> list[RowGroup]:
-    in_paper = usual_names("paper")
+    in_paper = {*usual_names("paper"), KVR_P.name}
     paper = [result for result in fitting if result.strategy in in_paper]
     others = [result for result in fitting if result.strategy not in in_paper]
     faster = [result for result in others if result.ttft_s < paper[0].ttft_s]
@@ -84,6 +86,10 @@ def _groups_of_paper(plan: Plan, fitting: Sequence[StrategyResult]) -> list[RowG
     launched = plan.deployable
     if launched is not None and launched not in shown:
         groups.append(RowGroup("the best that today's engines launch:", [launched]))
+    listed = {result.strategy for group in groups for result in group.rows}
+    rest = [result for result in others if result.strategy not in listed]
+    if rest and len(fitting) <= FASTEST_ROWS:
+        groups.append(RowGroup("not faster, not in the paper:", rest))
     return groups
 
 

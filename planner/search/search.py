@@ -192,9 +192,10 @@ class _ChunkSearch:
         if self.num_ranks > _MOST_SCATTERED_RANKS:
             return self._refined_with_walls(seeds)
         best, best_s = self._refined(seeds)
-        scattered = unique_rows([*self._walls(best, best_s), *self._scattered()])
+        walls = self._walls(best, best_s)
         if self._is_proven(best_s):
             return best, best_s
+        scattered = unique_rows([*walls, *self._scattered()])
         scattered_s = self._evaluate(scattered, best_s)
         for index in apart(scattered, scattered_s, self.tokens, _SCATTERED_TRIED):
             other, other_s = self._refined(scattered[index : index + 1])

@@ -419,9 +419,12 @@ def test_what_the_paper_measured_stands_only_beside_its_own_question(
     assert {one["paper_ttft_s"] for one in plan["strategies"]} == {None}
 
 
-def test_a_plan_is_written_as_json_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_written_as_json_prints_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     question = ("plan", "--gpus", "2", "--ctx", "1k", "--strategies", "kvr-e,tsp")
-    path = tmp_path / "my plan.json"
+    path = Path("my plan.json")
     out, _ = run(capsys, *question, "-o", str(path))
     assert f"kvrsim confirm '{path}' --profile mine.json" in out
     assert json.loads(path.read_text()) == answer(capsys, *question)
