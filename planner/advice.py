@@ -7,7 +7,6 @@ the changed question compares these strategies among others, so its TTFT is the 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -65,13 +64,14 @@ def advice_of(best: Candidate, ranked: Sequence[Candidate], search: Search, *, i
     is_bus = scenario.cluster.shares_bandwidth
     is_searched = best.strategy.partition_rule == "searched-pieces" or is_bus
     budget_s = _BUDGET_SHARE * search.options.search_budget if is_searched else 0.0
-    options = SearchArgs(stride=search.options.stride, search_budget=budget_s)
-    quiet = replace(search, options=options, on_progress=None, on_candidate=None)
+    is_short = search.options.search_budget < SearchArgs().search_budget  # it may end before the advised strategy
+    budget = SearchArgs(stride=search.options.stride, search_budget=budget_s)
+    quiet = replace(search, options=budget, on_progress=None, on_candidate=None)
     tried = [one.strategy for one in ranked]
     if not is_named:
         kinds = _KINDS_ON_A_BUS if is_bus else _KINDS
-        fitting = [one.strategy for one in ranked if one.fits]
-        tried = [one for one in fitting if engine is None or engine.has(one, scenario)][:kinds]
+        fit = [one.strategy for one in ranked if one.fits]
+        tried = [one for one in fit if engine is None or engine.has(one, scenario)][:kinds]
     found = list[Advice]()
     for change in changes(best, search.cluster_gpus or scenario.num_gpus):
         named = tried if is_named else _alike(change.scenario, tried)
@@ -81,9 +81,15 @@ def advice_of(best: Candidate, ranked: Sequence[Candidate], search: Search, *, i
             launched = _likeliest(change.scenario, launched, ranked)
         compared = ComparedStrategies(strategies=tuple(launched), limited=True)
         by_name = search_all(change.scenario, compared, quiet).by_name
-        ttft_s = min((one.ttft_s for one in by_name.values() if one.fits), default=math.inf)
-        if ttft_s < best.ttft_s * (1 - _LEAST_GAIN):
-            found.append(Advice(change=change.options, ttft_s=ttft_s))
+        fitting = [candidate for candidate in by_name.values() if candidate.fits]
+        if not fitting:
+            continue
+        fastest = min(fitting, key=lambda candidate: candidate.ttft_s)
+        if fastest.ttft_s < best.ttft_s * (1 - _LEAST_GAIN):
+            options = change.options
+            if is_short and not is_named:
+                options += f" --strategies {fastest.strategy.name}"
+            found.append(Advice(change=options, ttft_s=fastest.ttft_s))
     return tuple(found)
 
 

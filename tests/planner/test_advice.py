@@ -90,3 +90,14 @@ def test_there_is_no_advice_where_nothing_fits_or_under_noise() -> None:
     assert misfit.advice == ()
     noisy = kvrsim.plan(ctx="1k", gpus=2, strategies=["tsp"], noise="jitter:0.05", samples=4)
     assert noisy.advice == ()
+
+
+def test_with_a_short_budget_the_advice_names_its_strategy() -> None:
+    """A plan of the changed question with such a budget may end before it comes to that strategy."""
+    question: dict[str, Any] = {"model": "internlm-20b", "cluster": "4xl40s", "ctx": "16k", "cached_prefix": 8192}
+    plan = kvrsim.plan(**question, engine="sglang", search_budget="0.1s")
+    (advice,) = plan.advice
+    change, name = advice.change.split(" --strategies ")
+    assert change == "--dtype fp8"
+    changed = kvrsim.plan(**question, engine="sglang", search_budget="0.1s", dtype="fp8", strategies=name)
+    assert changed.best.ttft_s <= advice.ttft_s * 1.001

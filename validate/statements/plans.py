@@ -438,7 +438,8 @@ def _compared_tokens(model: ModelSpec) -> int:
     if not has_experts and all(isinstance(mixer, Attention) for mixer in mixers):
         return _CHECKED
     for mixer in mixers:
-        if getattr(mixer, "sliding_window", None) is not None or getattr(mixer, "indexer", None) is not None:
+        limits = ("sliding_window", "attention_chunk", "indexer")
+        if any(getattr(mixer, limit, None) is not None for limit in limits):
             return 0
     return _CHECKED_OTHERS
 
