@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvrsim.arguments import SearchArgs
 from kvrsim.errors import InputError
-from kvrsim.results.results import Advice
+from kvrsim.results.results import NEAR, Advice
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.units import format_tokens
@@ -37,7 +37,8 @@ _FAST_KERNEL = "flash"  # the fastest attention kernel
 _KINDS = 3  # number of the plan's fastest strategies whose kinds are tried under a change
 _MOST_TRIED = 4  # number of strategies of these kinds that are simulated under a change
 _KINDS_ON_A_BUS = 1  # the same where ranks share a bus: a simulation of one partition takes 100 times as long
-_LEAST_GAIN = 0.01  # a change with a smaller gain is no advice: it is within what a search leaves
+_LEAST_GAIN = NEAR - 1  # a change with a smaller gain is no advice: its plan may prefer what is easier to deploy
+_LEAST_GAIN_OF_FEWER_GPUS = 0.01  # the same of a change to fewer GPUs: it is within what a search leaves
 # Share of the plan's search budget for the searches of one change, where partitions without a search are far from the
 # best: pipelines' even pieces, and chunks on a shared bus. Other analytical chunks are nearly the best.
 _BUDGET_SHARE = 0.1
@@ -48,6 +49,7 @@ class Change(NamedTuple):
 
     options: str  # options to add, as on the command line
     scenario: Scenario
+    least_gain: float = _LEAST_GAIN
 
 
 def advice_of(best: Candidate, ranked: Sequence[Candidate], search: Search, *, is_named: bool) -> tuple[Advice, ...]:
@@ -85,7 +87,7 @@ def advice_of(best: Candidate, ranked: Sequence[Candidate], search: Search, *, i
         if not fitting:
             continue
         fastest = min(fitting, key=lambda candidate: candidate.ttft_s)
-        if fastest.ttft_s < best.ttft_s * (1 - _LEAST_GAIN):
+        if fastest.ttft_s < best.ttft_s * (1 - change.least_gain):
             options = change.options
             if is_short and not is_named:
                 options += f" --strategies {fastest.strategy.name}"
@@ -110,10 +112,14 @@ def changes(best: Candidate, most_gpus: int) -> Iterator[Change]:
     kernels = () if scenario.profile is None else scenario.profile.attention_kernels
     if scenario.kernel != _FAST_KERNEL and _FAST_KERNEL in kernels:
         yield Change(f"--attention {_FAST_KERNEL}", replace(scenario, kernel=_FAST_KERNEL))
-    for num_gpus in (scenario.num_gpus // 2, 2 * scenario.num_gpus):
-        if 1 <= num_gpus <= most_gpus:
-            with suppress(InputError):
-                yield Change(f"--gpus {num_gpus}", scenario.on_gpus(num_gpus))
+    fewer = scenario.num_gpus // 2
+    if fewer >= 1:
+        with suppress(InputError):
+            yield Change(f"--gpus {fewer}", scenario.on_gpus(fewer), _LEAST_GAIN_OF_FEWER_GPUS)
+    more = 2 * scenario.num_gpus
+    if more <= most_gpus:
+        with suppress(InputError):
+            yield Change(f"--gpus {more}", scenario.on_gpus(more))
     if not request.cached_prefix and request.context_len > 1 and _is_limited_by_attention(best):
         half = request.context_len // 2
         cached = replace(request, cached_prefix=half)
