@@ -157,8 +157,10 @@ def write(asked: list[Question], defaults: Answers, references: Answers) -> None
     for question in asked:
         default = defaults[question]
         other = references[question]
-        best = default.get("best") or ["nothing fits", float("nan")]
-        cells = [best[0], f"{best[1]:.4g} s"]
+        cells = ["nothing fits", ""]
+        if default.get("best"):
+            name, ttft_s = default["best"]
+            cells = [name, f"{ttft_s:.4g} s"]
         if "error" in default:
             cells = [default["error"], ""]
         gaps.append(gap(default.get("best"), other["best"]))
