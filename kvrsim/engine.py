@@ -126,7 +126,7 @@ class Engine:
         )
 
     def unknowns(self, model_type: str, gpu: str, tokens: int) -> tuple[str, ...]:
-        """Properties of a question that none of the engine's prefills has: "model", "gpu", "version" and "short"."""
+        """What was not measured on this engine: some of "model", "gpu", "version" and "short" (a short prompt)."""
         unknown = {
             "model": bool(self.models) and model_type not in self.models,
             "gpu": bool(self.gpus) and gpu not in self.gpus,

@@ -23,7 +23,7 @@ class KvrsimError(Exception):
 
 
 class _Absent:
-    """Stands for the value of a parameter that the user did not give."""
+    """The value of a parameter that was not given."""
 
     def __str__(self) -> str:
         return "nothing"

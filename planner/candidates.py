@@ -621,7 +621,7 @@ class _Trial:
 
 
 def _likely_s(scenario: Scenario, strategy: Strategy, by_name: dict[str, Candidate]) -> float:
-    """About the TTFT of a strategy that is not simulated yet.
+    """An estimate of the TTFT of a strategy that is not simulated yet, in seconds.
 
     Strategies near KVR's chain have the work of the chain: blocks of queries change it by their ratio, and other
     messages gain at most the time of all messages.

@@ -26,7 +26,7 @@ _CONNECTOR = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'  # for vL
 
 
 def _several(number: int) -> int | None:
-    """The value of a flag that is omitted for 1."""
+    """The number as the value of a flag; None, which omits the flag, for 1."""
     if number == 1:
         return None
     return number

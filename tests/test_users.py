@@ -29,7 +29,7 @@ PLAN = "plan llama-3.1-8b 4xh100 --ctx 16k"
 ENGINEER = (
     Step(
         "plan meta-llama/Llama-3.1-8B-Instruct 2x8xh100 --ctx 32k --dtype fp8 --engine vllm --rate 0.2",
-        ("Run ", "Expect ", "Because ", "90 % sure", "0.2 a second", "Engines today", "--emit vllm"),
+        ("Run ", "Expect ", "of the critical path", "90 % sure", "0.2 a second", "Engines today", "--emit vllm"),
     ),
     Step("plan -h", ("--help-all", "Example")),
     Step("plan nvidia/Llama-3.1-8B-Instruct-FP8 8xh100 --ctx 32k --strategies tp,pp", ("Run ",)),

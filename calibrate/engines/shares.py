@@ -30,10 +30,10 @@ LONG_TOKENS = 16384  # least tokens of a long prompt
 CALIBRATED_ROWS = 8  # prefills of a user for which ErrorRule.calibrated is stated
 _DEGREES = 4.0  # degrees of freedom of Student's distribution
 _PRIOR_LOG_SD = 0.15  # of the logarithm of each value of the rule, around START
-_CELL_ROWS = 2.0  # rows of one source, model, GPU and engine count as at most so many
+_CELL_ROWS = 2.0  # largest total weight of a cell: the rows with the same source, model, GPU and engine
 _MISS_FACTOR = 10.0  # of the interval score: 2 / (1 - 0.8)
 _OWN_ENGINE = "sglang"  # the engine with a value of its own, because its errors are wider
-_LEAST_CELL = 5  # least rows of a cell that shows what a calibration leaves
+_LEAST_CELL = 5  # cells with fewer rows do not show the error that a calibration leaves
 START = {  # centres of the priors: values that fared well on prefills that this fit does not see
     "floor": 0.05,
     "engine": 0.55,

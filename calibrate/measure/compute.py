@@ -28,7 +28,7 @@ SOURCE = "kvrsim calibrate compute"
 BARE_LAYER = "bare layer"  # name of the seconds of a whole layer that was timed without marks inside
 
 _LEAST_CHUNK = 64
-_MOST_PENDING = 4096  # most tokens of a layer that is timed during a pending receive; it fills a GPU
+_MOST_PENDING = 4096  # longest chunk that is timed during a pending receive, in tokens: such a chunk fills a GPU
 _LEAST_MEMORY_FIRST = ("flash", "sdpa", "eager")  # kernels by the memory that they need for a long chunk
 _PROBE = 256  # tokens of a first forward that measures the device's speed
 _MARKED_S = 2e-2  # seconds; shorter forwards are also timed without marks, because marks would take much of the time

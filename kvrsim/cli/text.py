@@ -37,6 +37,25 @@ _STYLES: dict[str, dict[str, Any]] = {  # styles of texts, as click.style takes 
     **{"red": {"fg": "red"}, "yellow": {"fg": "yellow"}},
 }
 _PROSE = 24  # smallest width of a cell of several words
+_CONTINUED = " \\"  # end of a line of a command that goes on in the next line
+
+
+class Command(str):
+    """A shell command on a screen; if it is too long for a line, it continues after a backslash and can be copied."""
+
+    __slots__ = ()
+
+    def lines(self, width: int) -> list[str]:
+        """Lines at most `width` wide, if no word is longer; all but the last end with a backslash."""
+        first, *others = [printable(shlex.quote(word)) for word in shlex.split(self)]
+        lines = [first]
+        for word in others:
+            longer = f"{lines[-1]} {word}"
+            if len(longer) + len(_CONTINUED) <= width:
+                lines[-1] = longer
+            else:
+                lines.append(f"  {word}")
+        return [*(f"{line}{_CONTINUED}" for line in lines[:-1]), lines[-1]]
 
 
 Row = tuple[str, str | None]  # a label and its text; None or empty: the label is left out
@@ -129,6 +148,8 @@ def _row(
 
 def _wrap(text: str, width: int) -> list[str]:
     """Lines of a text at most `width` wide; longer words are split. Control characters are escaped."""
+    if isinstance(text, Command):
+        return text.lines(width)
     lines = list[str]()
     for paragraph in printable(text).split("\n"):
         wrapped = textwrap.wrap(paragraph, width, replace_whitespace=False, break_on_hyphens=False)
@@ -263,12 +284,12 @@ def stages_text(pieces: Sequence[int], layers: Sequence[int]) -> str:
     return f"{num_pieces} of {text} tokens; {num_stages} of {stages} layers"
 
 
-def confirm_command(plan: str, model: str, profile: str) -> str:
+def confirm_command(plan: str, model: str, profile: str) -> Command:
     """The command that measures a saved plan. model: as it was given to the plan, whose file has only its name."""
     command = f"kvrsim confirm {shlex.quote(plan)}"
     if os.path.exists(model):
         command = f"kvrsim confirm --plan {shlex.quote(plan)} --model {shlex.quote(model)}"
-    return f"{command} --profile {shlex.quote(profile)}"
+    return Command(f"{command} --profile {shlex.quote(profile)}")
 
 
 def round_up_percent(share: float) -> str:

@@ -242,7 +242,7 @@ def layer_matrix(
 
 
 class _LayerPart(NamedTuple):
-    """Operations of a layer that run together."""
+    """Operations of a layer, one per rank, that are simulated in one step."""
 
     place: _Place
     ranks: Sequence[int]

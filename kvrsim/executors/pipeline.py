@@ -334,7 +334,7 @@ class _PipelineRun:
     def _messages(self) -> tuple[Array, Array]:
         """Seconds of the messages into each stage, (stages x pieces + pieces, ranks, B), and latencies of their links.
 
-        The first stage and the row after the last stage receive nothing.
+        There are no messages into the first stage. A last row of zeros follows the last stage.
         """
         into_s = np.zeros((self.num_stages + 1, *self.floor_s.shape[1:]))
         latency_s = np.zeros((self.num_stages + 1, self.context, 1))

@@ -242,7 +242,8 @@ def sentences(plan: Plan) -> Iterator[str]:
         verb = "limit" if top.operation.endswith("s") else "limits"
         helps = "; ".join(f"{advice.change}: {format_seconds(advice.ttft_s)}" for advice in plan.advice)
         faster = f" Faster, simulated: {helps}." if helps else ""
-        yield f"Because {top.operation} {verb} it ({top.share * 100:.0f} % of the critical path).{faster}"
+        operation = f"{top.operation[0].upper()}{top.operation[1:]}"
+        yield f"{operation} {verb} the TTFT ({top.share * 100:.0f} % of the critical path).{faster}"
     if not answers_the_paper:
         yield from _runahead(plan)
     yield from _launchers(plan)

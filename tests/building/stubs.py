@@ -57,7 +57,7 @@ def _fields(group: type[Arguments]) -> dict[str, str]:
 
 
 def stub(function: Callable[..., object]) -> str:
-    """The stub of a function that `takes` has decorated."""
+    """The text of the stub of a facade function, whose arguments `takes` declares."""
     types: dict[str, str] = {}
     for group in groups_of(inspect.unwrap(function)):
         types |= _fields(group)

@@ -51,7 +51,7 @@ class Gpu:
 
 
 class DeviceClock(MarkRecorder):
-    """A clock of a device that is not the host."""
+    """Marks of a device other than the host, such as a GPU."""
 
     host_is_device = False
 
@@ -125,7 +125,7 @@ class LocalPool:
 
 
 class NoTransport:
-    """A transport of a rank that allocates no memory."""
+    """A transport that allocates no memory."""
 
     device = torch.device("meta")
 

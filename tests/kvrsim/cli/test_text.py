@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -150,3 +151,13 @@ def test_pieces_of_a_pipeline_add_up(pieces: tuple[int, ...], layers: tuple[int,
 
     first, second = layout.stages_text(pieces, layers).split("; ")
     assert (total(first), total(second)) == (tokens, sum(layers))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_long_command_can_be_copied(width: int) -> None:
+    words = ["kvrsim", "confirm", "a plan of mine.json", *(f"--option-{number}" for number in range(12))]
+    command = layout.Command(shlex.join(words))
+    shown = layout.page([layout.facts(("next:", command))], width, terminal=False)
+    assert max(map(len, shown.splitlines())) <= width
+    pasted = shown.removeprefix("next:").replace("\\\n", "")  # a shell removes a backslash before the end of a line
+    assert shlex.split(pasted) == words
