@@ -40,7 +40,7 @@ _PROSE = 24  # smallest width of a cell of several words
 _CONTINUED = " \\"  # end of a line of a command that goes on in the next line
 
 
-class Command(str):
+class ShellCommand(str):
     """A shell command on a screen; if it is too long for a line, it continues after a backslash and can be copied."""
 
     __slots__ = ()
@@ -148,7 +148,7 @@ def _row(
 
 def _wrap(text: str, width: int) -> list[str]:
     """Lines of a text at most `width` wide; longer words are split. Control characters are escaped."""
-    if isinstance(text, Command):
+    if isinstance(text, ShellCommand):
         return text.lines(width)
     lines = list[str]()
     for paragraph in printable(text).split("\n"):
@@ -284,12 +284,12 @@ def stages_text(pieces: Sequence[int], layers: Sequence[int]) -> str:
     return f"{num_pieces} of {text} tokens; {num_stages} of {stages} layers"
 
 
-def confirm_command(plan: str, model: str, profile: str) -> Command:
+def confirm_command(plan: str, model: str, profile: str) -> ShellCommand:
     """The command that measures a saved plan. model: as it was given to the plan, whose file has only its name."""
     command = f"kvrsim confirm {shlex.quote(plan)}"
     if os.path.exists(model):
         command = f"kvrsim confirm --plan {shlex.quote(plan)} --model {shlex.quote(model)}"
-    return Command(f"{command} --profile {shlex.quote(profile)}")
+    return ShellCommand(f"{command} --profile {shlex.quote(profile)}")
 
 
 def round_up_percent(share: float) -> str:

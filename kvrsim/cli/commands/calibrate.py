@@ -16,7 +16,7 @@ from kvrsim.cli.help import CommandGroup
 from kvrsim.cli.options import OUTPUT, Json, Sources, WritablePath, require_torch, with_options
 from kvrsim.cli.output import print_json, print_result, warn_notes
 from kvrsim.cli.progress import Progress
-from kvrsim.cli.text import Command, Facts, Part, Row, confirm_command, facts, show
+from kvrsim.cli.text import Facts, Part, Row, ShellCommand, confirm_command, facts, show
 from kvrsim.errors import ABSENT, InputError
 from kvrsim.io.annotations import Range
 from kvrsim.io.schema import fields_to_json
@@ -318,8 +318,8 @@ def next_rows(model: str, profile: str) -> Iterator[Row]:
     """The commands that plan with the new profile, and measure that plan."""
     plan = f"kvrsim plan --model {shlex.quote(model)} --profile {shlex.quote(profile)} --ctx 4k -o plan.json"
     confirm = confirm_command("plan.json", model, profile)
-    yield "next:", Command(plan)
-    yield "", Command(f"{confirm} -o confirmed.json")
+    yield "next:", ShellCommand(plan)
+    yield "", ShellCommand(f"{confirm} -o confirmed.json")
 
 
 def _datasheet_link(compute: str) -> str | None:

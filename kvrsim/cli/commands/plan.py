@@ -128,7 +128,7 @@ def next_rows(model: str, file: str | None) -> Iterator[lines.Row]:
     if file is None:
         yield label, "the same command with -o plan.json keeps the plan; these two measure it on your GPUs:"
         label = ""
-    yield label, lines.Command(f"kvrsim calibrate all --model {shlex.quote(model)} -o mine.json")
+    yield label, lines.ShellCommand(f"kvrsim calibrate all --model {shlex.quote(model)} -o mine.json")
     yield "", lines.confirm_command(file or "plan.json", model, "mine.json")
 
 

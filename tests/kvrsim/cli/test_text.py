@@ -156,7 +156,7 @@ def test_pieces_of_a_pipeline_add_up(pieces: tuple[int, ...], layers: tuple[int,
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_long_command_can_be_copied(width: int) -> None:
     words = ["kvrsim", "confirm", "a plan of mine.json", *(f"--option-{number}" for number in range(12))]
-    command = layout.Command(shlex.join(words))
+    command = layout.ShellCommand(shlex.join(words))
     shown = layout.page([layout.facts(("next:", command))], width, terminal=False)
     assert max(map(len, shown.splitlines())) <= width
     pasted = shown.removeprefix("next:").replace("\\\n", "")  # a shell removes a backslash before the end of a line
