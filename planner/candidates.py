@@ -69,16 +69,16 @@ _SECONDS_A_PIPELINE_STEP = 1e-4  # a step of all stages, for all partitions of a
 _SECONDS_A_STEP = 1e-5  # a layer of a piece, in a pipeline that loads a cached prefix
 _SEVERAL_KINDS = 15.0  # factor on the seconds of a pipeline whose layers differ
 _SECONDS_A_LAYER = 1.3e-4  # a rank's layer, if layers differ
+_LEAST_GAIN = 0.02  # a rare strategy is tried if its estimate is shorter than the best TTFT by more than this share
+_FAR = 1.5  # a strategy that takes long to simulate is tried if its estimate is at most this many times the best TTFT
 _TOO_LONG = "one simulation takes longer than --search-budget allows"
-_RARE = "at most 2 % faster by an estimate; --strategies NAME tries them"
+_RARE = f"at most {100 * _LEAST_GAIN:.0f} % faster by an estimate; --strategies NAME tries them"
 _OUTSIDE_ALL = "not among all; --strategies NAME tries them"
-_SLOW = "more than 1.5 times as slow by an estimate; --strategies NAME tries them"
-_TOO_LARGE = "they need more memory than a GPU has"
+_SLOW = f"more than {_FAR:g} times as slow by an estimate; --strategies NAME tries them"
+_TOO_LARGE = "they need more memory than a GPU may use"
 _EQUAL_LAYERS = 8  # layers of one kind that are simulated until times advance steadily
 _FIRST_SHARE = 2.0  # share of the search budget for first simulations that take long
 _CHEAP_S = 0.1  # strategies whose first simulation takes less are always compared
-_LEAST_GAIN = 0.02  # a rare strategy is tried if its estimate is shorter than the best TTFT by more than this share
-_FAR = 1.5  # a strategy that takes long to simulate is tried if its estimate is at most this many times the best TTFT
 
 
 @dataclass(frozen=True, kw_only=True)
