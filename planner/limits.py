@@ -21,7 +21,7 @@ OPERATIONS = {  # kind of operation: its name in answers
     "recurrence": "recurrences",
     "elementwise": "norms, rotary and copies",
     "links": "communication",
-    "host": "the engine's host",
+    "host": "the host CPU",
 }
 _STEP = 1e-3  # relative slowdown with which shares are measured
 _LEAST = 0.005  # least share of TTFT for which a limit is listed

@@ -110,12 +110,20 @@ def _parts(question: Mapping[str, Any], before: str = "") -> Iterator[tuple[str,
 
 def headline(answers: Sequence[SavedAnswer]) -> str:
     """Name the fastest answer and its lead over the others."""
-    some = sorted((one.best.ttft_s, one.name, one.best.strategy) for one in answers if one.best is not None)
-    if not some:
+    best_plans = [(answer.name, answer.best) for answer in answers if answer.best is not None]
+    if not best_plans:
         return "Nothing fits in any of the answers."
-    (least_s, name, strategy), others = some[0], some[1:]
-    words = [f"{other}: {by} in {format_seconds(ttft_s)}, {ttft_s / least_s:.2f}×" for ttft_s, other, by in others]
-    return "; ".join([f"{name} is the fastest: {strategy} in {format_seconds(least_s)}", *words]) + "."
+    best_plans.sort(key=lambda named: named[1].ttft_s)
+    fastest_name, fastest = best_plans[0]
+    sentences = [f"{fastest_name} is the fastest: {_strategy_and_ttft(fastest)}."]
+    for name, best in best_plans[1:]:
+        ratio = best.ttft_s / fastest.ttft_s
+        sentences.append(f"{name}: {_strategy_and_ttft(best)}, {ratio:.2f} times as long.")
+    return " ".join(sentences)
+
+
+def _strategy_and_ttft(best: SavedStrategy) -> str:
+    return f"{best.strategy} in {format_seconds(best.ttft_s)}"
 
 
 class Saved(Protocol):
