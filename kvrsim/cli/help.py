@@ -86,18 +86,34 @@ def sections_of(
     """
     params = command.get_params(ctx)
     options = [param for param in params if isinstance(param, click.Option)]
-    if is_long := len(options) > FEW_OPTIONS + 2:  # then --help shows few options, and --help-all all
-        places = {str(param.name).rstrip("_") for param in params if param not in options}
-        matters = {param.name for param in options if param.required}
-        others = {param.name for param in options} - matters - places
-        first = [name for name in FIRST_OPTIONS if name in others]
-        matters |= {"help_all", *first[: FEW_OPTIONS - len(matters)]}
+    is_long = len(options) > FEW_OPTIONS + 2
+    shown = {param.name for param in options}
+    if is_long and not every:
+        shown = _first_options(params)
     sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *SECTIONS, "Options")}
     for param in params:
-        is_option = param in options
-        if is_option and is_long and not every and param.name not in matters and "--help" not in param.opts:
+        record = param.get_help_record(ctx)
+        if record is None:
             continue
-        title = getattr(param, "section", "Output") if is_long and every else "Options"
-        if (record := param.get_help_record(ctx)) is not None:
-            sections[title if is_option else "Arguments"].append(record)
+        if param not in options:
+            title = "Arguments"
+        elif param.name not in shown and "--help" not in param.opts:
+            continue
+        elif is_long and every:
+            title = getattr(param, "section", "Output")
+        else:
+            title = "Options"
+        sections[title].append(record)
     return ((title, records) for title, records in sections.items() if records)
+
+
+def _first_options(params: Sequence[click.Parameter]) -> set[str]:
+    """Names of the options that the short help of a long command shows: the required ones, then FIRST_OPTIONS."""
+    options = [param for param in params if isinstance(param, click.Option)]
+    shown = {param.name for param in options if param.required}
+    places = {str(param.name).rstrip("_") for param in params if param not in options}
+    others = {param.name for param in options} - shown - places
+    first = [name for name in FIRST_OPTIONS if name in others]
+    shown.update(first[: FEW_OPTIONS - len(shown)])
+    shown.add("help_all")
+    return shown

@@ -67,45 +67,61 @@ def with_options(
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         groups = groups_of(function)
-        own: dict[str, Option] = {}
-        for parameter in inspect.signature(function, eval_str=True).parameters.values():
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                own[parameter.name] = option_of(parameter.annotation, parameter.default)
-        has_others = any(option.positional for option in own.values())
-        asks = any(issubclass(group, ScenarioArgs) for group in groups) and not has_others
-        places = [name for name in _PLACES if asks and name not in fixed]
+        further = _further_options(function)
         declared: dict[str, Option] = {}
         for group in groups:
             declared |= options_of(group)
-        declared |= own
+        declared |= further
+        asks = any(issubclass(group, ScenarioArgs) for group in groups)
+        if any(option.positional for option in further.values()):
+            asks = False
+        places = [name for name in _PLACES if asks and name not in fixed]
 
         def command(**values: object) -> None:
-            options = {name: value for name, value in values.items() if value is not None}
+            given = {name: value for name, value in values.items() if value is not None}
             for name in places:
-                if (value := options.pop(f"{name}_", None)) is not None:
-                    if name in options:
-                        both = f"--{name} {options[name]}"
-                        raise InputError(name, value, f"the option or the argument, not both ({both})")
-                    options[name] = value
-                elif name not in options and declared[name].default is REQUIRED:
-                    raise InputError(name, ABSENT, declared[name].help)
-            parts = [group.take(options, fixed) for group in groups]
-            rest = {name: option.read(options.get(name, option.default), name) for name, option in own.items()}
-            function(*parts, **rest)
+                _move_place(given, name, declared[name])
+            parts = [group.take(given, fixed) for group in groups]
+            others = {name: option.read(given.get(name, option.default), name) for name, option in further.items()}
+            function(*parts, **others)
 
         parameters: list[click.Parameter] = [_place(name, declared[name]) for name in places]
-        parameters += [
-            _parameter(name, one, default=None if name in places else one.default)
-            for name, one in declared.items()
-            if name not in fixed
-        ]
-        if sum(not one.positional for one in declared.values()) - len(fixed) > FEW_OPTIONS:
+        for name, option in declared.items():
+            if name in places:
+                parameters.append(_parameter(name, option, default=None))
+            elif name not in fixed:
+                parameters.append(_parameter(name, option, default=option.default))
+        num_options = sum(not option.positional for option in declared.values()) - len(fixed)
+        if num_options > FEW_OPTIONS:
             parameters.append(_help_all())
         command.__doc__ = function.__doc__
         command.__click_params__ = parameters[::-1]  # type: ignore[attr-defined]
         return command
 
     return decorate
+
+
+def _further_options(function: Callable[..., None]) -> dict[str, Option]:
+    """Options of a function's parameters by keyword, which belong to no group."""
+    options: dict[str, Option] = {}
+    for parameter in inspect.signature(function, eval_str=True).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            options[parameter.name] = option_of(parameter.annotation, parameter.default)
+    return options
+
+
+def _move_place(given: dict[str, object], name: str, option: Option) -> None:
+    """Move the value of an argument by position to the option of that name.
+
+    Raises InputError if both are given, or none of a required option.
+    """
+    value = given.pop(f"{name}_", None)
+    if value is not None and name in given:
+        raise InputError(name, value, f"the option or the argument, not both (--{name} {given[name]})")
+    if value is not None:
+        given[name] = value
+    elif name not in given and option.default is REQUIRED:
+        raise InputError(name, ABSENT, option.help)
 
 
 def _help_all() -> click.Option:

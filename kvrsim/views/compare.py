@@ -141,8 +141,9 @@ class Saved(Protocol):
 def differences(answers: Sequence[Saved]) -> Table:
     """The parts of the question in which the answers differ."""
     rows = by_answer("question", answers)
-    for label in dict.fromkeys(label for one in answers for label in one.question):
-        words = [one.question.get(label, "none") for one in answers]
+    labels = dict.fromkeys(label for answer in answers for label in answer.question)
+    for label in labels:
+        words = [answer.question.get(label, "none") for answer in answers]
         if len(set(words)) > 1:
             rows.add_row(label, *words)
     return rows

@@ -161,8 +161,8 @@ def rules(strategies: Iterable[str]) -> str:
 
 def _values(ground: Ground, strategies: Iterable[str]) -> str:
     values = {"--ink": TEXT, "--dim": FAINT_TEXT, "--card": GROUND, "--hatch": WAITING_LINES}
-    values |= {variable("op", name): one.colour for name, one in OPERATIONS.items()}
-    values |= {
-        variable("strategy", name): strategy_colour(name) for name in (*STRATEGY_COLOURS, *STRATEGIES, *strategies)
-    }
+    for name, operation in OPERATIONS.items():
+        values[variable("op", name)] = operation.colour
+    for name in (*STRATEGY_COLOURS, *STRATEGIES, *strategies):
+        values[variable("strategy", name)] = strategy_colour(name)
     return ";".join(f"{name}:{colour.on(ground)}" for name, colour in values.items())

@@ -59,18 +59,18 @@ def _commands(
 
     def list_all(answer: OutputArgs) -> None:
         answer.check()
-        one = shelf()
-        things = [one.load(name, argument=names) for name in one.names]
-        rows = one.row or one.to_json
-        print_answer(answer, lambda: {kind: list(map(rows, things))}, kind, lambda: one.list_screen(things))
+        items = shelf()
+        things = [items.load(name, argument=names) for name in items.names]
+        to_json = items.row or items.to_json
+        print_answer(answer, lambda: {kind: list(map(to_json, things))}, kind, lambda: items.list_screen(things))
 
     def show_one(*, name: str, json: Json = False) -> None:
-        one = shelf()
-        thing = one.load(name, argument=names)
+        items = shelf()
+        thing = items.load(name, argument=names)
         if json:
-            print_json(one.to_json(thing))
+            print_json(items.to_json(thing))
         else:
-            one.show(thing)
+            items.show(thing)
 
     list_all.__doc__ = f"{list_help}\n\nExample: kvrsim {kind} list"
     show_one.__doc__ = show_help
@@ -90,11 +90,11 @@ def _strategies() -> Shelf:
         names=tuple(STRATEGIES),
         load=lambda name, argument: about(name),
         to_json=dict,
-        cells=lambda one: {
-            "strategy": one["name"],
-            "runs here": "yes" if one["runs_here"] else "",
-            "engines": ", ".join(one["engines"]),
-            "what it is": one["title"],
+        cells=lambda strategy: {
+            "strategy": strategy["name"],
+            "runs here": "yes" if strategy["runs_here"] else "",
+            "engines": ", ".join(strategy["engines"]),
+            "what it is": strategy["title"],
         },
         notes=lambda _: (
             "runs here: kvrsim run and confirm run it on real ranks; engines: some model can be launched with it there",

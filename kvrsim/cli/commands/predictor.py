@@ -89,11 +89,12 @@ def lookup(
 
     predictor = load_predictor(file, "PREDICTOR")
     estimate = predictor.predict(ctx=ctx, cached_prefix=cached_prefix, batch=batch)
-    question = predictor.question
-    about = {name: question[name] for name in ("model", "num_gpus", "profile", "engine")}
-    about["cluster"] = question["cluster"]["name"]
+    question = {name: predictor.question[name] for name in ("model", "num_gpus", "profile", "engine")}
+    question["cluster"] = predictor.question["cluster"]["name"]
     interval = format_interval(estimate.ttft_low_s, estimate.ttft_high_s)
-    time = f"{estimate.strategy}, {format_seconds(estimate.ttft_s)} (prediction interval {interval})"
-    gpus = f"{about['num_gpus']} GPU{'s' * (about['num_gpus'] > 1)} of {about['cluster']}"
-    of = f"{about['model']} on {gpus}, profile {about['profile']}, engine {about['engine']}"
-    print_result(estimate.to_dict() | about, facts(("TTFT:", headline(time)), ("of:", of)), json=json)
+    ttft = f"{estimate.strategy}, {format_seconds(estimate.ttft_s)} (prediction interval {interval})"
+    gpus = "1 GPU" if question["num_gpus"] == 1 else f"{question['num_gpus']} GPUs"
+    prefill = f"{question['model']} on {gpus} of {question['cluster']}"
+    basis = f"profile {question['profile']}, engine {question['engine']}"
+    screen = facts(("TTFT:", headline(ttft)), ("of:", f"{prefill}, {basis}"))
+    print_result(estimate.to_dict() | question, screen, json=json)
