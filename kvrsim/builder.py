@@ -26,7 +26,7 @@ from kvrsim.hardware import (
 )
 from kvrsim.kernels.attention import FlashRates
 from kvrsim.kernels.prefix import PrefixPlacement
-from kvrsim.kernels.profile import CalibrationProfile, load_profile, profile_of_sibling
+from kvrsim.kernels.profile import CalibrationProfile, load_profile, profile_of_sibling, profile_under_power_limit
 from kvrsim.model.load import known_shape, load_model
 from kvrsim.model.spec import ModelSpec
 from kvrsim.notes import Note, note
@@ -56,6 +56,9 @@ def build_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
     if args.profile is None:
         profile, profile_notes = _default_profile(spec, cluster.gpu)
         default_notes += profile_notes
+    if cluster.power_limit_w is not None and profile is not None:
+        profile, power_note = _under_power_limit(profile, cluster, is_default=args.profile is None)
+        default_notes += (power_note,)
     is_measured = profile is not None and profile.cluster is not None
     if own is None and not is_measured and not any(one.code == "paper" for one in default_notes):
         default_notes += (note("default cluster", cluster=cluster.name),)
@@ -202,6 +205,18 @@ def _default_profile(model: ModelSpec, gpu: GpuSpec) -> tuple[CalibrationProfile
     memory = gpu.hbm_bytes_per_s / measured.hbm_bytes_per_s
     about = note("sibling", gpu=gpu.name, measured=measured.name, compute=compute, memory=memory)
     return profile_of_sibling(profile, measured, gpu), (about,)
+
+
+def _under_power_limit(
+    profile: CalibrationProfile, cluster: Cluster, *, is_default: bool
+) -> tuple[CalibrationProfile, Note]:
+    """The profile at the cluster's power limit and a note; a profile that the user named stays as it is."""
+    limit = cluster.power_limit_w
+    if not is_default:
+        return profile, note("power limit, profile", limit=limit, profile=profile.name)
+    share = cluster.arithmetic_share
+    about = note("power limit", limit=limit, gpu=cluster.gpu.name, power=cluster.gpu.power_w, share=share)
+    return profile_under_power_limit(profile, share), about
 
 
 def _engine_of(engine: str | Engine | None, profile: CalibrationProfile | None) -> Engine | None:

@@ -126,6 +126,7 @@ class GpuSpec:
     num_sms: Annotated[int, Range(least=1, most=2**20)]  # streaming multiprocessors; for a CPU: its threads
     source: str  # citation
     memory_source: str | None = None  # citation of memory_bytes; None: as `source`
+    power_w: float | None = None  # default power limit of the GPU, watts; None: not stated
     # Measured GPU of the same architecture; its rates are scaled by the datasheets; None: no such GPU.
     like: str | None = None
 
@@ -232,6 +233,7 @@ class Path:
 DEFAULT_CLUSTER = "a100-nvlink"
 MAX_GPUS = 2**16
 GpuCount = Annotated[int, Range(least=1, most=MAX_GPUS)]
+LEAST_POWER_SHARE = 0.6  # of a GPU's default power limit; below it, clocks fall faster than Cluster.arithmetic_share
 
 _DATA = pathlib.Path(__file__).parent / "data"
 _SIZE = re.compile(r"(?:([0-9]{1,4})x)?(?:([0-9]{1,5})x)?([a-z][a-z0-9-]*)")  # nodes, GPUs per node, name of GPU
@@ -253,6 +255,7 @@ class Cluster:
     topology: Topology  # kind of network; see the docstring of the class
     gpus_per_node: GpuCount | None = None  # GPUs of a node; None unless topology is "nodes"
     network: LinkSpec | None = None  # one GPU's share of the network between nodes; None on one node
+    power_limit_w: float | None = None  # power limit of each GPU, watts; None: the GPU's default
 
     def __repr__(self) -> str:
         return f"<Cluster: {self.describe()}>"
@@ -264,6 +267,27 @@ class Cluster:
             accepted = "switch, bus or chain (nodes needs a cluster file with gpus_per_node and network)"
             raise InputError("topology", self.topology, accepted)
         check_whole("gpus", self.num_gpus, 1, MAX_GPUS)
+        if self.power_limit_w is None:
+            return
+        most = self.gpu.power_w
+        if most is None:
+            raise InputError("power_limit_w", self.power_limit_w, f"a limit where power_w of {self.gpu.name} is given")
+        if not LEAST_POWER_SHARE * most <= self.power_limit_w <= most:
+            least = f"{LEAST_POWER_SHARE * most:g}"
+            accepted = f"{least} to {most:g} W; for less, state the peak_flops that the GPU reaches"
+            raise InputError("power_limit_w", self.power_limit_w, accepted)
+
+    @property
+    def arithmetic_share(self) -> float:
+        """FLOP/s under the power limit divided by FLOP/s at the GPU's default limit: the root of the ratio of limits.
+
+        Power is proportional to clock x voltage^2. If the voltage were proportional to the clock, the exponent would be
+        1/3; at the lowest voltage it is 1. Published ratios: H100 of 500 W 0.81 (the root gives 0.85), RTX 3090 of
+        300 W 0.94 (0.93), of 280 W 0.95 (0.89), of 250 W 0.85 (0.85); sources in docs/reference/formats.md.
+        """
+        if self.power_limit_w is None or self.gpu.power_w is None:
+            return 1.0
+        return math.sqrt(self.power_limit_w / self.gpu.power_w)
 
     @classmethod
     def read(cls, data: JsonObject) -> Cluster:

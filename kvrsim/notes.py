@@ -19,6 +19,8 @@ _FIRST = (
         "quantised, not modelled",
         "GPU",
         "sibling",
+        "power limit",
+        "power limit, profile",
         "layout",
         "interval",
         "engine, unknown",

@@ -215,6 +215,8 @@ class Scenario(Source):
     def has_scaled_kernels(self) -> bool:
         """Whether the kernels' rates are those of a GPU with another arithmetic rate per multiprocessor."""
         gpu = self.cluster.gpu
+        if self.profile is not None and self.profile.cluster is None and self.cluster.arithmetic_share < 1:
+            return True
         if self.profile is None or self.profile.gpu == gpu.name:
             return False
         if self.profile.gpu not in builtin_gpus():

@@ -331,9 +331,24 @@ def profile_of_sibling(profile: CalibrationProfile, measured: GpuSpec, gpu: GpuS
     Rates of arithmetic scale with the peak of the tensor cores, and rates of bytes with the memory's bandwidth; tiles
     run on all multiprocessors of `gpu`. Times of launches do not change. Times of single products are dropped.
     """
-    compute = gpu.peak_flops["fp16"] / measured.peak_flops["fp16"]
-    memory = gpu.hbm_bytes_per_s / measured.hbm_bytes_per_s
-    slots = gpu.num_sms / measured.num_sms
+    return _scaled(
+        profile,
+        compute=gpu.peak_flops["fp16"] / measured.peak_flops["fp16"],
+        memory=gpu.hbm_bytes_per_s / measured.hbm_bytes_per_s,
+        slots=gpu.num_sms / measured.num_sms,
+    )
+
+
+def profile_under_power_limit(profile: CalibrationProfile, arithmetic_share: float) -> CalibrationProfile:
+    """Estimate the profile of the same GPU with a lower power limit, see Cluster.arithmetic_share.
+
+    Only rates of arithmetic fall. Times of single products are dropped.
+    """
+    return _scaled(profile, compute=arithmetic_share, memory=1.0, slots=1.0)
+
+
+def _scaled(profile: CalibrationProfile, *, compute: float, memory: float, slots: float) -> CalibrationProfile:
+    """The profile with its rates times these ratios: of arithmetic, of bytes, of the number of multiprocessors."""
 
     def change(unit: str, old: Any) -> Any:
         if unit == "measured":

@@ -11,14 +11,16 @@ import pytest
 import kvrsim
 from kvrsim.builder import PAPER_MODELS
 from kvrsim.cli import main as cli
-from kvrsim.hardware import builtin_gpus
+from kvrsim.hardware import Cluster, builtin_gpus, load_cluster
 from kvrsim.kernels.attention import FlashRates
 from kvrsim.kernels.profile import builtin_profiles, load_profile
 from kvrsim.model.load import builtin_models, load_model
 from kvrsim.notes import with_code
 
 
-def scenario(model: str, cluster: str | None = None, **options: Any) -> tuple[kvrsim.Scenario, tuple[str, ...]]:
+def scenario(
+    model: str, cluster: str | Cluster | None = None, **options: Any
+) -> tuple[kvrsim.Scenario, tuple[str, ...]]:
     return kvrsim.make_scenario(ctx="2k", model=model, cluster=cluster, **options)
 
 
@@ -60,6 +62,22 @@ def test_siblings_have_the_kernels_of_the_gpu_that_was_measured(cluster: str, pr
     measured_s = kvrsim.simulate(ctx="8k", model="llama-3.1-8b", cluster=base, gpus=1, strategy="single").ttft_s
     low, high = {"a100-40gb-nvlink": (1, 1.34), "h20-nvlink": (2, 1 / 0.149), "h800-nvlink": (1, 1)}[cluster]
     assert low - 1e-12 <= ttft_s / measured_s <= high + 1e-12
+
+
+def test_a_power_limit_slows_a_long_prefill_by_at_most_its_root() -> None:
+    """Arithmetic takes most of the time, memory and host the rest; a named profile keeps its times."""
+    full = load_cluster("h100-nvlink", 1)
+    limited = replace(full, power_limit_w=448.0)
+    notes = scenario("llama-3.1-8b", limited)[1]
+
+    def ttft_s(cluster: Cluster, **more: Any) -> float:
+        return kvrsim.simulate(ctx="16k", model="llama-3.1-8b", cluster=cluster, strategy="single", **more).ttft_s
+
+    assert 1.1 < ttft_s(limited) / ttft_s(full) < 1 / 0.8 + 1e-9
+    assert ttft_s(limited, profile="h100-flash") == ttft_s(full)
+    assert with_code(notes, "power limit")[0].startswith("power limit of 448 W instead")
+    assert with_code(scenario("llama-3.1-8b", limited, profile="h100-flash")[1], "power limit, profile")
+    assert scenario("llama-3.1-8b", limited)[0].has_scaled_kernels
 
 
 def test_the_dtype_is_the_checkpoints() -> None:

@@ -85,6 +85,40 @@ def test_a_memory_fraction_that_is_none(fraction: Any) -> None:
         MemoryLimit(gpu_memory_bytes=2**30, memory_fraction=fraction)
 
 
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "clusters").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_cluster_is_named_as_its_file_and_cites_its_figures(path: Path) -> None:
+    cluster = load_cluster(path)
+    assert cluster.name == path.stem
+    assert "datasheet" in cluster.gpu.source or cluster.gpu.name in builtin_gpus()
+    assert (cluster.gpu.like is None) == (cluster.gpu.name == "mi355x")
+
+
+# Power limits
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.6])
+def test_a_power_limit_slows_arithmetic_by_its_root(share: float) -> None:
+    gpu = load_gpu("h100")
+    assert gpu.power_w == 700
+    limited = replace(load_cluster("h100-nvlink"), power_limit_w=share * 700)
+    assert limited.arithmetic_share == pytest.approx(share**0.5)
+    assert load_cluster("h100-nvlink").arithmetic_share == 1
+
+
+@pytest.mark.parametrize("limit", [701.0, 419.0, 1.0])
+def test_a_power_limit_out_of_range_is_refused(limit: float, tmp_path: Path) -> None:
+    message = refusal(written(tmp_path, CLUSTER | {"gpu": "h100", "power_limit_w": limit}))
+    assert f"power_limit_w: got '{limit}', accepted: 420 to 700 W" in message
+
+
+def test_a_power_limit_needs_the_default_power(tmp_path: Path) -> None:
+    message = refusal(written(tmp_path, CLUSTER | {"gpu": GPU, "power_limit_w": 100}))
+    assert message.endswith("accepted: a limit where power_w of mine is given")
+
+
 # Paths
 
 
