@@ -30,10 +30,9 @@ from kvrsim.io.schema import JsonObject
 from kvrsim.model.load import read_text_part
 from kvrsim.model.reader import read_class
 from kvrsim.model.spec import ModelSpec
-from kvrsim.model.template import _HARMLESS, fill, freeze, translate
+from kvrsim.model.template import _HARMLESS, TYPES_FILE, fill, freeze, template_lines, translate
 
-FOLDER = Path(__file__).parents[1] / "kvrsim" / "data" / "types"
-SHAPES: dict[str, Any] = json.loads(FOLDER.with_name("type_shapes.json").read_text("utf-8"))
+SHAPES: dict[str, Any] = json.loads(TYPES_FILE.with_name("type_shapes.json").read_text("utf-8"))
 # Names of numbers that determine the kinds of layers, not widths.
 _STRUCTURE = re.compile("step|interval|pattern|every|freq|period|offset|_group|max_window|dense_|_dense")
 _MOST_LAYERS = 20  # longer models are shortened before their class is read
@@ -492,11 +491,11 @@ def configurations(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def main() -> None:
-    """Write all files of kvrsim/data/types, or those of the types named on the command line."""
+    """Write all lines of kvrsim/data/types.jsonl, or those of the types named on the command line."""
     transformers.logging.set_verbosity_error()
-    files = configurations(FOLDER.parent / "models")
+    lines = dict(template_lines())
+    files = configurations(TYPES_FILE.parent / "models")
     types = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *files, *SHAPES["types"]})
-    FOLDER.mkdir(exist_ok=True)
     for name in sys.argv[1:] or types:
         if name not in CONFIG_MAPPING:
             continue  # type by hand
@@ -519,8 +518,9 @@ def main() -> None:
             except Exception as error:  # any exception of transformers for a value that the type does not allow
                 print(f"{name}: {type(error).__name__} {error}", flush=True)
         if kind.data["variants"]:
-            text = json.dumps(kind.data, separators=(",", ":"))
-            write_atomically(FOLDER / f"{name}.json", text.encode(), argument="types")
+            lines[name] = json.dumps(kind.data, separators=(",", ":"))
+            text = "".join(f"{lines[name]}\n" for name in sorted(lines))
+            write_atomically(TYPES_FILE, text.encode(), argument="types")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from kvrsim.cli.help import SETTINGS, Command, CommandGroup, write_options
 from kvrsim.cli.progress import write_error
 from kvrsim.errors import EXIT_NOT_WRITTEN, KvrsimError
 from kvrsim.text import printable
-from kvrsim.version import __version__
+from kvrsim.version import __version__, data_digest
 
 # Exit codes; those above 128 are 128 plus the number of a signal, as in shells.
 EXIT_WRONG_USE = 2
@@ -106,12 +106,12 @@ def make_command(name: str) -> click.Command:
     invoke_without_command=True,
     subcommand_metavar="COMMAND [ARGS]...",
 )
-@click.option("--version", is_flag=True, help="Print the version.")
+@click.option("--version", is_flag=True, help="Print the version and the digest of the shipped data.")
 @click.pass_context
 def app(context: click.Context, version: bool) -> None:
     """Print the version or the help; a command follows otherwise."""
     if version:
-        click.echo(f"kvrsim {__version__}")
+        click.echo(f"kvrsim {__version__}, data {data_digest()}")
         context.exit()
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

@@ -1,7 +1,8 @@
 """Load a ModelSpec by the name of a model or by the path of a config.json.
 
-A config.json is read by the data of its model type in kvrsim/data/types, which `make models` writes from transformers'
-classes. If the data do not cover a structure, it is read from the class itself, which needs torch and transformers.
+A config.json is read by the data of its model type in kvrsim/data/types.jsonl, which `make models` writes from
+transformers' classes. If the data do not cover a structure, it is read from the class itself, which needs torch and
+transformers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Model types as data.
 
-kvrsim/data/types has a template per type: the sizes of its layers are expressions in the keys of a configuration, such
-as num_attention_heads * head_dim. calibrate/catalogue.py writes them from transformers' classes. `fill` evaluates them
-with the numbers of a config.json, without torch. kvrsim/data/remote_types.json has the types that are read as another
-type with the same layers: `translate` renames their keys, `adapt` adds their own parts to the model.
+kvrsim/data/types.jsonl has a line per type, its template: the sizes of its layers are expressions in the keys of a
+configuration, such as num_attention_heads * head_dim. calibrate/catalogue.py writes them from transformers' classes.
+`fill` evaluates them with the numbers of a config.json, without torch. kvrsim/data/remote_types.json has the types that
+are read as another type with the same layers: `translate` renames their keys, `adapt` adds their own parts to the
+model.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from kvrsim.model.mixers import Attention, CompressedAttention, Indexer, LatentA
 from kvrsim.model.spec import LayerSpec, ModelSpec
 
 _DATA = Path(__file__).parents[1] / "data"
+TYPES_FILE = _DATA / "types.jsonl"
+_LINE_START = '{"model_type":"'
 MAX_LAYERS = 1000
 MAX_WIDTH = 2**31
 _NOT_SHAPES = ("quantization_config", "compression_config", "auto_map", "torch_dtype", "dtype", "architectures")
@@ -335,11 +338,21 @@ def _order(
 @cache
 def model_type_data(model_type: str) -> dict[str, Any] | None:
     """The template of a model type; None if the type has none."""
-    path = _DATA / "types" / f"{model_type}.json"
-    if "/" in model_type or "\0" in model_type or len(model_type) > 100 or not path.is_file():
+    line = template_lines().get(model_type)
+    if line is None:
         return None
-    data: dict[str, Any] = parse_json(path.read_bytes())
+    data: dict[str, Any] = parse_json(line)
     return data
+
+
+@cache
+def template_lines() -> dict[str, str]:
+    """The line of JSON of each type with a template; a line begins with the name of its type."""
+    lines = {}
+    for line in TYPES_FILE.read_text("utf-8").splitlines():
+        name, _, _ = line.removeprefix(_LINE_START).partition('"')
+        lines[name] = line
+    return lines
 
 
 @cache
@@ -351,9 +364,8 @@ def _remote_types() -> dict[str, Any]:
 @cache
 def targets() -> dict[str, set[str]]:
     """The types whose data may describe each known type: itself, and those that it is read as; all as plain names."""
-    names = [path.stem for path in (_DATA / "types").glob("*.json")]
     remote = {name: entry for name, entry in _remote_types().items() if not name.startswith("_")}
-    result = {plain_type(name): {plain_type(name)} for name in (*names, *remote)}
+    result = {plain_type(name): {plain_type(name)} for name in (*template_lines(), *remote)}
     for name, entries in remote.items():
         for entry in _as_list(entries):
             if "as" in entry:

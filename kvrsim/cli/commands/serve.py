@@ -39,10 +39,7 @@ def serve(
     """
     import webbrowser
 
-    try:
-        from kvrsim.cli.server.application import HttpServer, application
-    except ImportError as error:
-        raise InputError("serve", error.name, "starlette and uvicorn, by: pip install 'kvrsim[serve]'") from None
+    from kvrsim.cli.server.application import HttpServer, application
     from kvrsim.cli.server.form import EXAMPLE
     from kvrsim.cli.server.searches import Searches
 
