@@ -47,7 +47,21 @@ SECTIONS = (  # sections of the help, in this order
 ALL_OPTIONS = "kvrsim.all_options"  # key in a command's context; if set, the help shows every option
 FEW_OPTIONS = 14  # number of options in a short help: required ones, then FIRST_OPTIONS
 FIRST_OPTIONS = (
-    *("requests", "slo_ttft", "percentile", "max_gpus", "price_per_gpu_hour", "tpot", "emit", "plot", "ctx", "gpus"),
+    *(
+        "max_median_error",
+        "min_coverage",
+        "max_interval_score",
+        "requests",
+        "slo_ttft",
+        "percentile",
+        "max_gpus",
+        "price_per_gpu_hour",
+        "tpot",
+        "emit",
+        "plot",
+        "ctx",
+        "gpus",
+    ),
     *("strategy", "strategies", "partition", "slo", "rate", "engine", "only_deployable", "dtype", "cached_prefix"),
     *("explain", "breakdown", "check", "output_tokens", "measurements", "top"),
     *("profile", "output", "minutes", "ranks", "even_if_busy", "repeats", "noise", "model", "name", "link_bandwidths"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import kvrsim
 from kvrsim.arguments import PrefillArgs, ProgressFunction, Read, named, takes
-from kvrsim.errors import InputError
+from kvrsim.errors import ABSENT, InputError
 from kvrsim.progress import OnProgress
 
 if TYPE_CHECKING:
@@ -72,13 +72,35 @@ def calibrate(
     return fit(args, cases_of(args, prefills, on_progress), prefills, name, on_progress)
 
 
-def profile_of(args: PrefillArgs) -> CalibrationProfile:
-    """Return the profile of the kernels that the engine runs."""
+def profile_of(args: PrefillArgs, gpu: str | None = None) -> CalibrationProfile:
+    """Return the profile of the kernels that the engine runs.
+
+    gpu: name of the rows' GPU; where `args` names no profile, the default profile of the cluster's GPU, or of this one.
+    """
     from kvrsim.kernels.profile import load_profile
 
+    if args.profile is None:
+        return _default_profile(args, gpu)
     if args.profile == "roofline":
         raise InputError("profile", args.profile, "a calibration profile, which has measured kernels")
     return load_profile(args.profile) if isinstance(args.profile, str) else args.profile
+
+
+def _default_profile(args: PrefillArgs, gpu: str | None) -> CalibrationProfile:
+    from calibrate.prefills.fit import chips_of
+    from kvrsim.builder import DEFAULT_PROFILES
+    from kvrsim.hardware import Cluster, load_cluster
+    from kvrsim.kernels.profile import load_profile
+
+    names = chips_of(gpu or "")
+    if args.cluster is not None:
+        cluster = args.cluster if isinstance(args.cluster, Cluster) else load_cluster(args.cluster)
+        names = [cluster.gpu.name]
+    for profile in map(load_profile, DEFAULT_PROFILES):
+        if profile.gpu in names:
+            return profile
+    accepted = "a calibration profile; by default that of the GPU in the column `gpu` or in `cluster`, if it has one"
+    raise InputError("profile", ABSENT, accepted)
 
 
 def cases_of(args: PrefillArgs, prefills: Sequence[object], on_progress: OnProgress | None) -> PrefillCases:
@@ -93,8 +115,8 @@ def cases_of(args: PrefillArgs, prefills: Sequence[object], on_progress: OnProgr
         get_strategy(args.strategy)
     common = {name: getattr(args, name) for name in ("model", "strategy", "batch", "cached_prefix", "dtype")}
     defaults = common | {"num_gpus": args.gpus or 1, "context_len": args.ctx}
-    profile = profile_of(args)
     rows = read_prefills(prefills, defaults, columns=args.columns)
+    profile = profile_of(args, rows.rows[0].gpu)
     setting = {name: value for name, value in vars(args).items() if name not in _OF_ROWS}
     cases = make_cases(rows.rows, profile, partition_of, setting, on_progress)
     checked, unit_notes = check_times(cases.cases)

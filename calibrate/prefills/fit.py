@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     import pandas
 
 KERNEL_SCALE = "kernel_scale"
+MISS_FACTOR = 10.0  # of the interval score: 2 / (1 - 0.8)
 SUSTAINED_SHARE = "sustained_share"  # rate under long load divided by the rate of bursts, in the profile's clock
 MODEL = "model"  # spread that no term explains, estimated from the rows
 TOKEN_PRIOR = Prior(name="token_s", median=1e-6, log_sd=1.5)  # seconds of a tokeniser per token
@@ -161,7 +163,7 @@ def _of_gpu(rows: Sequence[PrefillRow], profile: CalibrationProfile) -> tuple[li
         if row.gpu is None or _is_named(profile.gpu, row.gpu):
             usable.append(row)
             continue
-        chips = _chips(row.gpu)
+        chips = chips_of(row.gpu)
         if profile.gpu in chips or not chips:
             unknown[row.gpu] = None
             usable.append(row)
@@ -178,7 +180,7 @@ def _of_gpu(rows: Sequence[PrefillRow], profile: CalibrationProfile) -> tuple[li
     return usable, notes
 
 
-def _chips(text: str) -> list[str]:
+def chips_of(text: str) -> list[str]:
     """The built-in GPUs that a name may mean; A800 and H800 are A100 and H100 with slower links."""
     plain = re.sub("[ah]800", lambda match: f"{match[0][0]}100", text.lower())
     return [gpu for gpu in builtin_gpus() if _is_named(gpu, plain)]
@@ -228,6 +230,12 @@ class RowCheck:
         """Whether the measurement lies inside the interval."""
         return self.low_s <= self.measured_s <= self.high_s
 
+    @property
+    def interval_score(self) -> float:
+        """Winkler's score of the 80 % interval of log TTFT: its width and 10 times the miss of the measurement."""
+        miss = max(self.low_s / self.measured_s, self.measured_s / self.high_s, 1.0)
+        return math.log(self.high_s / self.low_s) + MISS_FACTOR * math.log(miss)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillCheck:
@@ -244,6 +252,11 @@ class PrefillCheck:
     def coverage(self) -> float:
         """Share of the measurements inside their intervals."""
         return float(np.mean([row.inside for row in self.rows]))
+
+    @property
+    def interval_score(self) -> float:
+        """Mean interval score of the rows."""
+        return float(np.mean([row.interval_score for row in self.rows]))
 
     def to_dict(self) -> dict[str, Any]:
         """The check as plain JSON values."""

@@ -53,7 +53,7 @@ GROUPS = {
         "profiles": ("Calibration profiles: measured rates of machines.", "catalogue:profiles"),
         "engines": ("Serving engines: the time that their software adds.", "catalogue:engines"),
     },
-    "Check": {"validate": ("Compare the simulator with published measurements.", "validate:app")},
+    "Check": {"validate": ("Check predictions against your measurements, or published ones.", "validate:app")},
 }
 COMMANDS = {name: about for commands in GROUPS.values() for name, about in commands.items()}
 
