@@ -105,7 +105,7 @@ def reference(question: Question) -> dict[str, Any]:
     """The fastest of all strategies that could fit, the names of those that fit, and whether the time was too short."""
     scenario = kvrsim.make_scenario(**question.options)[0]
     compared = strategies_to_compare(scenario, None)
-    everything = compared._replace(strategies=(*compared.strategies, *compared.rare), rare=())
+    everything = compared._replace(executions=(*compared.executions, *compared.rare), rare=())
     found: dict[str, Candidate] = {}
 
     def keep(candidate: Candidate) -> None:
@@ -113,13 +113,13 @@ def reference(question: Question) -> dict[str, Any]:
 
     is_cut = False
     try:
-        search_all(scenario, everything, Search(options=SearchArgs(search_budget=BUDGET), on_candidate=keep))
+        search_all(everything, Search(options=SearchArgs(search_budget=BUDGET), on_candidate=keep))
     except OutOfTimeError:
         is_cut = True
     fitting = [(candidate.ttft_s, name) for name, candidate in found.items() if candidate.fits]
     best = min(fitting)[::-1] if fitting else None
     names = sorted(name for _, name in fitting)
-    return {"best": best, "fitting": names, "tried": len(found), "of": len(everything.strategies), "is_cut": is_cut}
+    return {"best": best, "fitting": names, "tried": len(found), "of": len(everything.executions), "is_cut": is_cut}
 
 
 def reference_in_time(question: Question) -> dict[str, Any]:

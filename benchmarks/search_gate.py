@@ -130,7 +130,7 @@ def answer(seed: int, number: int) -> dict[str, Any]:
     """The searched TTFT of a question, and the processor time of the search."""
     kind, scenario, strategy = question(seed, number)
     begin_s = time.process_time()
-    found = Search().candidate(scenario, get_strategy(strategy))
+    found = Search().candidate(execution_of(scenario, get_strategy(strategy)))
     search_s = time.process_time() - begin_s
     assert found.search is not None
     machine, *slower = scenario.cluster.describe().split("; ")

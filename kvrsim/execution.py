@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from kvrsim.errors import InputError
@@ -14,12 +15,14 @@ from kvrsim.placement import PlacedScenario, on_one_gpu, place_in
 from kvrsim.scenario import Request, Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.strategies.layers import placement_refusal, refusal
+from kvrsim.strategies.pipeline import stages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Execution(Source):
     """A strategy on the ranks of a scenario. `place` makes it; other modules keep what they compute from it in it."""
 
+    scenario: Scenario  # the question: all GPUs, the whole batch; `on` and `with_request` leave it as it is
     placed: PlacedScenario  # the scenario as one rank sees it
     strategy: Strategy  # for a pipeline, with the layers of its stages if they are chosen
 
@@ -37,9 +40,24 @@ class Execution(Source):
         """The prefill of one data group."""
         return self.placed.request
 
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of all GPUs of the scenario; a layout of one GPU for a strategy that uses one."""
+        scenario = self.scenario
+        if self.strategy.partition_rule == "whole":
+            scenario = scenario.on_gpus(1)
+        return layout_of(scenario, self.strategy.degrees)
+
+    @property
+    def stage_layers(self) -> tuple[int, ...] | None:
+        """Number of layers of each stage; None if the strategy is not a pipeline."""
+        if self.strategy.pipeline is None:
+            return None
+        return tuple(map(len, stages(self.strategy, self.placed.share.num_hidden_layers, self.cluster.num_gpus)))
+
     def on(self, placed: PlacedScenario) -> Execution:
-        """Return the same strategy on another scenario, such as one with slower links."""
-        return execute(placed, self.strategy)
+        """Return the same strategy on other ranks, such as ranks with slower links."""
+        return execute(placed, self.strategy, self.scenario)
 
     def with_request(self, request: Request) -> Execution:
         """Return the same strategy on the same ranks, for another prefill."""
@@ -47,7 +65,7 @@ class Execution(Source):
 
     def by(self, strategy: Strategy) -> Execution:
         """Return another strategy on the same ranks, such as one with other layers per stage."""
-        return execute(self.placed, strategy)
+        return execute(self.placed, strategy, self.scenario)
 
 
 def place(scenario: Scenario, strategy: Strategy) -> Execution:
@@ -57,15 +75,18 @@ def place(scenario: Scenario, strategy: Strategy) -> Execution:
     """
     executions = _executions(scenario)
     if strategy not in executions:
-        executions[strategy] = execute(_placed_for(scenario, strategy), strategy)
+        executions[strategy] = execute(_placed_for(scenario, strategy), strategy, scenario)
     return executions[strategy]
 
 
-def execute(placed: PlacedScenario, strategy: Strategy) -> Execution:
-    """Return the execution of a strategy on a scenario that is placed for it. There is one for each strategy."""
+def execute(placed: PlacedScenario, strategy: Strategy, scenario: Scenario | None = None) -> Execution:
+    """Return the execution of a strategy on ranks that are placed for it. There is one for each strategy.
+
+    scenario: the question that was placed; None: the ranks are single GPUs with the whole batch, and are the question.
+    """
     executions = _executions(placed)
     if strategy not in executions:
-        executions[strategy] = Execution(placed=placed, strategy=strategy)
+        executions[strategy] = Execution(scenario=scenario or placed, placed=placed, strategy=strategy)
     return executions[strategy]
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from kvrsim.arguments import SearchArgs
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution
 from kvrsim.results.results import NEAR, Advice
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
@@ -24,8 +25,8 @@ from planner.candidates import (
     ComparedStrategies,
     Search,
     all_for,
+    could_fit,
     execution_of,
-    least_bytes,
     rare_for,
     search_all,
 )
@@ -61,7 +62,7 @@ def advice_of(best: Candidate, ranked: Sequence[Candidate], search: Search, *, i
     """
     scenario = best.scenario
     engine = search.engine
-    if engine is not None and not engine.has(best.strategy, scenario):
+    if engine is not None and not engine.has(best.execution):
         engine = None
     is_bus = scenario.cluster.shares_bandwidth
     is_searched = best.strategy.partition_rule == "searched-pieces" or is_bus
@@ -72,17 +73,16 @@ def advice_of(best: Candidate, ranked: Sequence[Candidate], search: Search, *, i
     tried = [one.strategy for one in ranked]
     if not is_named:
         kinds = _KINDS_ON_A_BUS if is_bus else _KINDS
-        fit = [one.strategy for one in ranked if one.fits]
-        tried = [one for one in fit if engine is None or engine.has(one, scenario)][:kinds]
+        fit = [one for one in ranked if one.fits]
+        tried = [one.strategy for one in fit if engine is None or engine.has(one.execution)][:kinds]
     found = list[Advice]()
     for change in changes(best, search.cluster_gpus or scenario.num_gpus):
-        named = tried if is_named else _alike(change.scenario, tried)
-        runnable = _runnable(change.scenario, named)
-        launched = [one for one in runnable if engine is None or engine.has(one, change.scenario)]
+        executions = _named(change.scenario, tried) if is_named else _alike(change.scenario, tried)
+        launched = [one for one in executions if _fits(one) and (engine is None or engine.has(one))]
         if not is_named:
-            launched = _likeliest(change.scenario, launched, ranked)
-        compared = ComparedStrategies(strategies=tuple(launched), limited=True)
-        by_name = search_all(change.scenario, compared, quiet).by_name
+            launched = _likeliest(launched, ranked)
+        compared = ComparedStrategies(executions=tuple(launched), limited=True)
+        by_name = search_all(compared, quiet).by_name
         fitting = [candidate for candidate in by_name.values() if candidate.fits]
         if not fitting:
             continue
@@ -132,38 +132,42 @@ def _is_limited_by_attention(best: Candidate) -> bool:
     return bool(best.limits) and best.limits[0].operation in attention
 
 
-def _alike(scenario: Scenario, strategies: Sequence[Strategy]) -> list[Strategy]:
-    """The strategies, the rare ones as well, that differ from these in their sizes only."""
+def _alike(scenario: Scenario, strategies: Sequence[Strategy]) -> list[Execution]:
+    """The strategies that run here, the rare ones as well, that differ from these in their sizes only."""
     kinds = {_kind(one) for one in strategies}
-    return [one for one in (*all_for(scenario)[0], *rare_for(scenario)) if _kind(one) in kinds]
+    return [one for one in (*all_for(scenario)[0], *rare_for(scenario)) if _kind(one.strategy) in kinds]
 
 
-def _likeliest(scenario: Scenario, strategies: Sequence[Strategy], ranked: Sequence[Candidate]) -> list[Strategy]:
-    """The strategies with the shortest estimates; an estimate is off by as much as for the plan's best of its kind."""
+def _named(scenario: Scenario, strategies: Sequence[Strategy]) -> list[Execution]:
+    """Those of these strategies that run here and need no table."""
+    executions = list[Execution]()
+    for strategy in strategies:
+        if strategy.partition_rule != "table":
+            with suppress(InputError):
+                executions.append(execution_of(scenario, replace(strategy, stage_layers=None)))  # layers are searched
+    return executions
+
+
+def _fits(execution: Execution) -> bool:
+    """Whether some partition could fit in memory; False also if there are fewer tokens than ranks."""
+    try:
+        return could_fit(execution)
+    except InputError:
+        return False
+
+
+def _likeliest(executions: Sequence[Execution], ranked: Sequence[Candidate]) -> list[Execution]:
+    """Those with the shortest estimates; an estimate is off by as much as for the plan's best of its kind."""
     factors = dict[str, float]()
     for candidate in ranked:
         factors.setdefault(_kind(candidate.strategy), candidate.ttft_s / estimate_s(candidate.execution))
 
-    def likely_s(strategy: Strategy) -> float:
-        return factors[_kind(strategy)] * estimate_s(execution_of(scenario, strategy))
+    def likely_s(execution: Execution) -> float:
+        return factors[_kind(execution.strategy)] * estimate_s(execution)
 
-    return sorted(strategies, key=likely_s)[:_MOST_TRIED]
+    return sorted(executions, key=likely_s)[:_MOST_TRIED]
 
 
 def _kind(strategy: Strategy) -> str:
     """The strategy's name without sizes: "tp+kvr-s" for tp2+kvr-s."""
     return re.sub(r"\d+", "", strategy.name)
-
-
-def _runnable(scenario: Scenario, strategies: Sequence[Strategy]) -> list[Strategy]:
-    """The strategies that run here, need no table, and could fit in memory."""
-    runnable = list[Strategy]()
-    for candidate in strategies:
-        strategy = replace(candidate, stage_layers=None)  # the layers of stages are searched again
-        if strategy.partition_rule == "table":
-            continue
-        with suppress(InputError):
-            execution_of(scenario, strategy)
-            if least_bytes(scenario, strategy) <= scenario.memory_limit.nbytes:
-                runnable.append(strategy)
-    return runnable

@@ -42,7 +42,7 @@ from kvrsim.strategies.layers import supported_prefix_access
 from kvrsim.strategies.pipeline import context_ranks, pipeline_computes_s
 from kvrsim.strategies.pipeline import program as pipeline_program
 from kvrsim.units import format_bytes
-from planner.deploy_engines import deploy_engine, engines_with, layout_on_gpus
+from planner.deploy_engines import deploy_engine, engines_with
 from planner.estimate import estimate_s
 from planner.search.minimise import Allowance
 from planner.search.search import SearchResult, search
@@ -83,27 +83,25 @@ _CHEAP_S = 0.1  # strategies whose first simulation takes less are always compar
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A strategy with a partition for a scenario."""
+    """An execution with its partition, and how the partition was found."""
 
-    scenario: Scenario  # scenario with all GPUs that take part
-    execution: Execution  # the scenario placed for the strategy; a searched pipeline has the layers of its stages
+    execution: Execution  # a searched pipeline has the layers of its stages
     partition: Partition
     search: SearchResult | None = field(default=None, compare=False)  # None: the partition was not searched
 
     @classmethod
-    def of(cls, scenario: Scenario, strategy: str | Strategy, partition: Sequence[int]) -> Self:
-        """The candidate of a given partition, which is not checked; a searched pipeline includes its layers.
-
-        Raises InputError where the strategy cannot run.
-        """
-        if isinstance(strategy, str):
-            strategy = get_strategy(strategy)
-        execution = execution_of(scenario, strategy)
-        return cls(scenario=scenario, execution=execution, partition=Partition(chunk_lens=tuple(partition)))
+    def of(cls, execution: Execution, partition: Sequence[int]) -> Self:
+        """The candidate of a given partition, which is not checked."""
+        return cls(execution=execution, partition=Partition(chunk_lens=tuple(partition)))
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle only the fields, without cached results."""
         return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    @property
+    def scenario(self) -> Scenario:
+        """The question, with all GPUs that take part."""
+        return self.execution.scenario
 
     @property
     def strategy(self) -> Strategy:
@@ -149,7 +147,8 @@ class Candidate:
         if self.strategy.pipeline is not pipeline_program:
             return tuple(computes_s(self.program))
         pieces = columns(self.partition.chunk_lens)
-        return tuple(pipeline_computes_s(self.execution.placed, self.strategy, pieces, self.execution.placed.cost))
+        placed = self.execution.placed
+        return tuple(pipeline_computes_s(placed, self.strategy, pieces, placed.cost))
 
     @property
     def query_blocks(self) -> tuple[int, ...] | None:
@@ -314,9 +313,9 @@ class ForEngine(NamedTuple):
     name: str
     only: bool = False  # whether only strategies of this engine are compared
 
-    def has(self, strategy: Strategy, scenario: Scenario) -> bool:
-        """Whether the engine has a strategy on the scenario's GPUs."""
-        return deploy_engine(self.name).has(strategy, scenario)
+    def has(self, execution: Execution) -> bool:
+        """Whether the engine has the strategy on these GPUs."""
+        return deploy_engine(self.name).has(execution)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,14 +331,13 @@ class Search:
     engine: ForEngine | None = None  # only this engine's strategies count as deployable; None: those of any engine
     cluster_gpus: int | None = None  # GPUs of the whole cluster; None: those that take part
 
-    def candidate(self, scenario: Scenario, strategy: Strategy, warm_start: Partition | None = None) -> Candidate:
-        """The strategy with its best partition. warm_start: the best partition of KVR's chain."""
-        execution = execution_of(scenario, strategy)
+    def candidate(self, execution: Execution, warm_start: Partition | None = None) -> Candidate:
+        """The execution with its best partition. warm_start: the best partition of KVR's chain."""
         choice = self.choose_partition(execution, warm_start)
         if isinstance(choice, Partition):
-            return Candidate(scenario=scenario, execution=execution, partition=choice)
-        found = execution.by(choice.execution.strategy)
-        return Candidate(scenario=scenario, execution=found, partition=choice.partition, search=choice)
+            return Candidate(execution=execution, partition=choice)
+        with_layers = execution.by(choice.execution.strategy)
+        return Candidate(execution=with_layers, partition=choice.partition, search=choice)
 
     def choose_partition(self, execution: Execution, warm_start: Partition | None = None) -> Partition | SearchResult:
         """The given partition, checked; else an even one, one from a table, or the result of a search.
@@ -421,13 +419,23 @@ def _check_partition(partition: Sequence[int], execution: Execution) -> Partitio
 
 
 class ComparedStrategies(NamedTuple):
-    """The strategies that a plan compares."""
+    """The executions that a plan compares: a strategy each, on the GPUs of the question."""
 
-    strategies: tuple[Strategy, ...]
+    executions: tuple[Execution, ...]
     limited: bool = False  # whether the search budget limits the comparison
     notes: tuple[str, ...] = ()  # notes on strategies that the machine or the model does not allow
-    not_compared: tuple[str, ...] = ()  # names of strategies that cannot fit in memory, least excess first
-    rare: tuple[Strategy, ...] = ()  # strategies that run here, but are compared only if no other strategy fits
+    misfits: tuple[Execution, ...] = ()  # executions that cannot fit in memory, least excess first
+    rare: tuple[Execution, ...] = ()  # executions that are compared only if no other one fits
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """The strategies of the executions."""
+        return tuple(execution.strategy for execution in self.executions)
+
+    @property
+    def not_compared(self) -> tuple[str, ...]:
+        """Names of the strategies that cannot fit in memory, least excess first."""
+        return tuple(execution.strategy.name for execution in self.misfits)
 
 
 def strategies_to_compare(
@@ -436,50 +444,57 @@ def strategies_to_compare(
     """Strategies by name; None and "all" mean every strategy that runs here and could fit in memory.
 
     noisy: keep only strategies whose ranks are single GPUs with all layers; noise is defined for these.
-    Raises InputError for an empty list, for two strategies of one name, or if the only engine has none of them.
+    Raises InputError for an empty list, for two strategies of one name, for a named strategy that cannot run here, or
+    if the only engine has none of them.
     """
     if names is not None and not names:
         raise InputError("strategies", "", "at least one of " + ", ".join(STRATEGIES))
     only = engine if engine is not None and engine.only else None
     if names is not None and "all" not in names:
-        requested = tuple(one for one in distinct(names) if only is None or only.has(one, scenario))
-        if only is not None and not requested:
-            has = ", ".join(one.name for one in all_for(scenario)[0] if only.has(one, scenario))
-            title = deploy_engine(only.name).title
-            raise InputError("strategies", ",".join(map(label_of, names)), f"what {title} has here: {has}")
-        return ComparedStrategies(strategies=requested)
+        requested = tuple(execution_of(scenario, strategy) for strategy in distinct(names))
+        if only is not None:
+            requested = tuple(filter(only.has, requested))
+            if not requested:
+                has = ", ".join(one.strategy.name for one in all_for(scenario)[0] if only.has(one))
+                title = deploy_engine(only.name).title
+                raise InputError("strategies", ",".join(map(label_of, names)), f"what {title} has here: {has}")
+        return ComparedStrategies(executions=requested)
     alone = scenario.cluster.num_gpus == 1
-    allowed, notes = _allowed_strategies(scenario, ("single", CHUNKED)) if alone else all_for(scenario)
+    allowed, notes = _allowed(scenario, ("single", CHUNKED)) if alone else all_for(scenario)
     rare = () if alone else rare_for(scenario)
 
-    def is_meant(strategy: Strategy) -> bool:
+    def is_meant(execution: Execution) -> bool:
+        strategy = execution.strategy
         if noisy and not (strategy.group_size == 1 and strategy.pipeline is None):
             return False
-        return only is None or only.has(strategy, scenario)
+        return only is None or only.has(execution)
 
-    allowed, rare = (tuple(filter(is_meant, part)) for part in (allowed, rare))
+    allowed = tuple(filter(is_meant, allowed))
+    rare = tuple(filter(is_meant, rare))
     if only is not None:
         notes = ()
-    least = {one.name: least_bytes(scenario, one) for one in allowed}
     limit_bytes = scenario.memory_limit.nbytes
-    if all(nbytes > limit_bytes for nbytes in least.values()):  # nothing fits is said only of all strategies
-        least |= {one.name: least_bytes(scenario, one) for one in rare}
+    if not any(map(could_fit, allowed)):  # nothing fits is said only of all strategies
         allowed = (*allowed, *rare)
         rare = ()
-    misfits = [name for name in sorted(least, key=least.__getitem__) if least[name] > limit_bytes]
+    misfits = sorted((one for one in allowed if not could_fit(one)), key=least_bytes)
     if misfits:
-        few = " and ".join(misfits) if len(misfits) < 3 else f"{len(misfits)} strategies"
-        nearest = "it" if len(misfits) == 1 else f"the nearest, {misfits[0]},"
-        needs = format_bytes(least[misfits[0]])
-        notes = (*notes, note("cannot fit", names=few, nearest=nearest, least=needs, limit=format_bytes(limit_bytes)))
-    left_out = misfits if len(misfits) < len(least) else misfits[1:]  # if none fits, compare the smallest
-    compared = [one for one in allowed if one.name not in left_out]
-    own = [one for one in names or () if one != "all"]
-    strategies = distinct((*compared, *own))
-    names_compared = {one.name for one in strategies}
-    others = tuple(one for one in rare if one.name not in names_compared)
+        nearest = misfits[0]
+        named = [execution.strategy.name for execution in misfits]
+        few = " and ".join(named) if len(named) < 3 else f"{len(named)} strategies"
+        which = "it" if len(named) == 1 else f"the nearest, {nearest.strategy.name},"
+        needs = format_bytes(least_bytes(nearest))
+        notes = (*notes, note("cannot fit", names=few, nearest=which, least=needs, limit=format_bytes(limit_bytes)))
+    if len(misfits) == len(allowed):
+        misfits = misfits[1:]  # none fits: compare the smallest
+    left_out = {execution.strategy.name for execution in misfits}
+    compared = [one.strategy for one in allowed if one.strategy.name not in left_out]
+    added = [name for name in names or () if name != "all"]
+    executions = tuple(execution_of(scenario, strategy) for strategy in distinct((*compared, *added)))
+    names_compared = {execution.strategy.name for execution in executions}
+    others = tuple(one for one in rare if one.strategy.name not in names_compared)
     return ComparedStrategies(
-        strategies=strategies, limited=names is None, notes=notes, not_compared=tuple(left_out), rare=others
+        executions=executions, limited=names is None, notes=notes, misfits=tuple(misfits), rare=others
     )
 
 
@@ -491,7 +506,7 @@ class Comparison(NamedTuple):
     not_tried: tuple[NotTried, ...] = ()  # strategies that could fit and were not compared
 
 
-def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search) -> Comparison:
+def search_all(compared: ComparedStrategies, search: Search) -> Comparison:
     """Search each strategy's best partition; strategies near KVR's chain start at the chain's partition.
 
     If `compared.limited`, every partition is rough at first: even pieces, or the chain's analytical plan. Then the
@@ -503,41 +518,45 @@ def search_all(scenario: Scenario, compared: ComparedStrategies, search: Search)
     While nothing fits, the budget does not count: all strategies are tried, the rare ones as well.
     """
     limited = compared.limited and search.options.method == "auto"
-    by_name, not_tried = _first_candidates(scenario, compared, search, limited=limited)
-    unsearched = _search_the_likeliest(scenario, compared, search, by_name) if limited else ()
+    by_name, not_tried = _first_candidates(compared, search, limited=limited)
+    unsearched = _search_the_likeliest(compared, search, by_name) if limited else ()
     return Comparison(by_name, unsearched, not_tried)
 
 
 def _first_candidates(
-    scenario: Scenario, compared: ComparedStrategies, search: Search, *, limited: bool
+    compared: ComparedStrategies, search: Search, *, limited: bool
 ) -> tuple[dict[str, Candidate], tuple[NotTried, ...]]:
     """A candidate of each strategy, rough if limited; and strategies that could fit and are not tried.
 
     If limited, strategies whose first simulation takes long, and the rare ones, are tried only where an estimate says
     that they could be among the fastest, those with the shortest estimate first.
     """
-    trial = _Trial(scenario, compared, search, limited)
-    first_s = {strategy: _first_s(scenario, strategy) if limited else 0.0 for strategy in compared.strategies}
-    for strategy in compared.strategies:
-        if first_s[strategy] <= _CHEAP_S:
-            trial.run(strategy)
-    long = sorted((one for one in compared.strategies if first_s[one] > _CHEAP_S), key=first_s.__getitem__)
-    others = [strategy for strategy in long if strategy.baseline_rank is None]
-    for strategy in long:
-        if strategy not in others and trial.has_time_for(strategy):
-            trial.run_within_budget(strategy)
+    trial = _Trial(compared, search, limited)
+    long = list[Execution]()
+    for execution in compared.executions:
+        if limited and _first_s(execution) > _CHEAP_S:
+            long.append(execution)
+        else:
+            trial.run(execution)
+    long.sort(key=_first_s)
+    others = list[Execution]()
+    for execution in long:
+        if execution.strategy.baseline_rank is None:
+            others.append(execution)
+        elif trial.has_time_for(execution):
+            trial.run_within_budget(execution)
     if limited:
         trial.run_the_likely(others, _FAR, _SLOW)
         if trial.any_fits:
             trial.run_the_likely(compared.rare, 1 - _LEAST_GAIN, _RARE)
     else:
-        for strategy in compared.rare:
-            trial.leave_out(strategy, _OUTSIDE_ALL)
+        for execution in compared.rare:
+            trial.leave_out(execution, _OUTSIDE_ALL)
     if not trial.any_fits:
-        for strategy in (one for one in compared.rare if _could_fit(scenario, one)):
-            trial.run(strategy)
-    if not trial.any_fits and limited and compared.not_compared:  # the nearest of those that cannot fit
-        trial.run(get_strategy(compared.not_compared[0]))
+        for execution in filter(could_fit, compared.rare):
+            trial.run(execution)
+    if not trial.any_fits and limited and compared.misfits:
+        trial.run(compared.misfits[0])  # the nearest of those that cannot fit
     groups = trial.not_tried.items() if trial.any_fits else ()
     return trial.by_name, tuple(NotTried(strategies=tuple(names), why=why) for why, names in groups)
 
@@ -545,8 +564,7 @@ def _first_candidates(
 class _Trial:
     """The first candidate of one strategy after another, and the strategies that are left out."""
 
-    def __init__(self, scenario: Scenario, compared: ComparedStrategies, search: Search, limited: bool) -> None:
-        self.scenario = scenario
+    def __init__(self, compared: ComparedStrategies, search: Search, limited: bool) -> None:
         self.compared = compared
         self.search = search
         self.limited = limited
@@ -559,74 +577,78 @@ class _Trial:
         """Whether any candidate fits in memory."""
         return any(one.fits for one in self.by_name.values())
 
-    def run(self, strategy: Strategy) -> None:
+    def run(self, execution: Execution) -> None:
         """Make the strategy's candidate."""
+        strategy = execution.strategy
         by_name = self.by_name
         is_rough = self.limited and strategy.partition_rule in _MOST_GAIN
-        if strategy.name == KVR_S.name and _first_s(self.scenario, strategy) <= _CHEAP_S:
+        if strategy.name == KVR_S.name and _first_s(execution) <= _CHEAP_S:
             is_rough = False
         if is_rough:
-            by_name[strategy.name] = _rough(self.scenario, strategy, by_name)
+            by_name[strategy.name] = _rough(execution, by_name)
         else:
-            by_name[strategy.name] = self.search.candidate(self.scenario, strategy, _chain(by_name, strategy))
+            by_name[strategy.name] = self.search.candidate(execution, _chain(by_name, strategy))
         if self.search.on_candidate is not None:
             self.search.on_candidate(by_name[strategy.name])
         if self.search.on_progress is not None:
-            number = max(len(by_name), len(self.compared.strategies))
+            number = max(len(by_name), len(self.compared.executions))
             self.search.on_progress(len(by_name), None, f"{strategy.name} ({len(by_name)} of {number})")
 
-    def run_within_budget(self, strategy: Strategy) -> None:
+    def run_within_budget(self, execution: Execution) -> None:
         """Make the candidate, at the expense of the budget."""
-        self.left_s -= _first_s(self.scenario, strategy)
-        self.run(strategy)
+        self.left_s -= _first_s(execution)
+        self.run(execution)
 
-    def has_time_for(self, strategy: Strategy, *, is_needed: bool = False) -> bool:
+    def has_time_for(self, execution: Execution, *, is_needed: bool = False) -> bool:
         """Whether the budget allows the first simulation; if not, the strategy is left out.
 
         is_needed: whether the budget does not count, as long as nothing fits.
         """
-        if _first_s(self.scenario, strategy) <= self.left_s or is_needed or not self.any_fits:
+        if _first_s(execution) <= self.left_s or is_needed or not self.any_fits:
             return True
-        self.leave_out(strategy, _TOO_LONG)
+        self.leave_out(execution, _TOO_LONG)
         return False
 
-    def leave_out(self, strategy: Strategy, why: str) -> None:
+    def leave_out(self, execution: Execution, why: str) -> None:
         """Leave out a strategy that could fit."""
-        self.not_tried.setdefault(why, []).append(strategy.name)
+        self.not_tried.setdefault(why, []).append(execution.strategy.name)
 
-    def run_the_likely(self, strategies: Sequence[Strategy], most: float, why: str) -> None:
+    def run_the_likely(self, executions: Sequence[Execution], most: float, why: str) -> None:
         """Make the candidates whose estimate is at most `most` times the TTFT to beat, within the budget.
 
         why: the reason for which the others are left out.
         """
-        has_engine = _engine_has(self.scenario, self.compared, self.search.engine)
-        likely_s = {strategy: _likely_s(self.scenario, strategy, self.by_name) for strategy in strategies}
-        left = sorted(strategies, key=likely_s.__getitem__)
+        has_engine = _engine_has(self.compared, self.search.engine)
+        by_strategy = {execution.strategy.name: execution for execution in executions}
+        likely_s = {name: _likely_s(execution, self.by_name) for name, execution in by_strategy.items()}
+        rare_names = {execution.strategy.name for execution in self.compared.rare}
+        left = sorted(by_strategy, key=likely_s.__getitem__)
         while left:
             to_beat_s = {has: _to_beat_s(has, self.by_name, has_engine) for has in (False, True)}
             # The likeliest first; as long as the engine has none that fits, those that it has.
-            strategy = min(left, key=lambda one: likely_s[one] / to_beat_s[has_engine[one.name]])
-            left.remove(strategy)
-            is_rare = strategy in self.compared.rare
-            rival_s = to_beat_s[has_engine[strategy.name]]
-            if likely_s[strategy] > most * rival_s:
-                self.leave_out(strategy, why)
-            elif is_rare and not _could_fit(self.scenario, strategy):
-                self.leave_out(strategy, _TOO_LARGE)
-            elif self.has_time_for(strategy, is_needed=rival_s == math.inf):
-                self.run_within_budget(strategy)
-                if is_rare and not self.by_name[strategy.name].fits:
-                    del self.by_name[strategy.name]
-                    self.leave_out(strategy, _TOO_LARGE)
+            name = min(left, key=lambda name: likely_s[name] / to_beat_s[has_engine[name]])
+            left.remove(name)
+            execution = by_strategy[name]
+            is_rare = name in rare_names
+            rival_s = to_beat_s[has_engine[name]]
+            if likely_s[name] > most * rival_s:
+                self.leave_out(execution, why)
+            elif is_rare and not could_fit(execution):
+                self.leave_out(execution, _TOO_LARGE)
+            elif self.has_time_for(execution, is_needed=rival_s == math.inf):
+                self.run_within_budget(execution)
+                if is_rare and not self.by_name[name].fits:
+                    del self.by_name[name]
+                    self.leave_out(execution, _TOO_LARGE)
 
 
-def _likely_s(scenario: Scenario, strategy: Strategy, by_name: dict[str, Candidate]) -> float:
+def _likely_s(execution: Execution, by_name: dict[str, Candidate]) -> float:
     """An estimate of the TTFT of a strategy that is not simulated yet, in seconds.
 
     Strategies near KVR's chain have the work of the chain: blocks of queries change it by their ratio, and other
     messages gain at most the time of all messages.
     """
-    execution = execution_of(scenario, strategy)
+    strategy = execution.strategy
     chain = by_name.get(chain_like(strategy).name)
     is_kin = strategy.near_chain or strategy.layer == KVR_S.layer
     if chain is None or not is_kin:
@@ -636,10 +658,10 @@ def _likely_s(scenario: Scenario, strategy: Strategy, by_name: dict[str, Candida
     return chain.ttft_s * min(1.0, estimate_s(execution) / estimate_s(chain.execution))
 
 
-def _engine_has(scenario: Scenario, compared: ComparedStrategies, engine: ForEngine | None) -> dict[str, bool]:
+def _engine_has(compared: ComparedStrategies, engine: ForEngine | None) -> dict[str, bool]:
     """Whether the engine has a strategy (without an engine: whether any has), by the strategy's name."""
     has = engine.has if engine else engines_with
-    return {one.name: bool(has(one, scenario)) for one in (*compared.strategies, *compared.rare)}
+    return {one.strategy.name: bool(has(one)) for one in (*compared.executions, *compared.rare)}
 
 
 def _to_beat_s(of_engine: bool, by_name: dict[str, Candidate], has_engine: dict[str, bool]) -> float:
@@ -649,13 +671,13 @@ def _to_beat_s(of_engine: bool, by_name: dict[str, Candidate], has_engine: dict[
 
 
 def _search_the_likeliest(
-    scenario: Scenario, compared: ComparedStrategies, search: Search, by_name: dict[str, Candidate]
+    compared: ComparedStrategies, search: Search, by_name: dict[str, Candidate]
 ) -> tuple[str, ...]:
     """Search strategies that could be the best, the likeliest first; return those that the budget leaves unsearched."""
     left_s = search.options.search_budget
     unsearched = list[str]()
-    own = {one.name: one for one in (*compared.strategies, *compared.rare)}
-    has_engine = _engine_has(scenario, compared, search.engine)
+    executions = {one.strategy.name: one for one in (*compared.executions, *compared.rare)}
+    has_engine = _engine_has(compared, search.engine)
     for one in sorted((one for one in by_name.values() if is_rough(one) and one.fits), key=_least_s):
         to_beat_s = _to_beat_s(has_engine[one.strategy.name], by_name, has_engine)
         if _least_s(one) > to_beat_s:
@@ -663,13 +685,14 @@ def _search_the_likeliest(
         if left_s <= 0:
             unsearched.append(one.strategy.name)
             continue
-        strategy = own[one.strategy.name]
+        execution = executions[one.strategy.name]
+        strategy = execution.strategy
         work = _work(one.execution, len(one.partition.chunk_lens))
         if work.program_s > left_s:
             unsearched.append(one.strategy.name)
             continue
         allowance = Allowance(left_s=left_s / 2, each_s=work.partition_s, program_s=work.program_s, to_beat_s=to_beat_s)
-        candidate = replace(search, allowance=allowance).candidate(scenario, strategy, _chain(by_name, strategy))
+        candidate = replace(search, allowance=allowance).candidate(execution, _chain(by_name, strategy))
         assert candidate.search is not None
         left_s -= left_s / 2 - allowance.left_s
         if candidate.fits and candidate.ttft_s <= one.ttft_s:
@@ -698,22 +721,21 @@ def _chain(by_name: dict[str, Candidate], strategy: Strategy) -> Partition | Non
     return None if chain is None or chain.search is None else chain.partition
 
 
-def _rough(scenario: Scenario, strategy: Strategy, by_name: dict[str, Candidate]) -> Candidate:
+def _rough(execution: Execution, by_name: dict[str, Candidate]) -> Candidate:
     """The candidate before a search: the analytical plan; of a pipeline, even pieces with the best layers of stages."""
+    strategy = execution.strategy
     chain = by_name.get(chain_like(strategy).name)
     if strategy.chains and chain is not None:  # this strategy may split attention calls where that is faster
         assert chain.search is not None
         of_chain = replace(chain.search.report, method=ROUGH, evaluations=0)
-        alike = replace(
-            chain, execution=execution_of(scenario, strategy), search=replace(chain.search, report=of_chain)
-        )
+        alike = replace(chain, execution=execution, search=replace(chain.search, report=of_chain))
         if alike.ttft_s >= chain.ttft_s:
             return alike
     if strategy.partition_rule == "search":
-        return Search(options=SearchArgs(method="analytical")).candidate(scenario, strategy)
+        return Search(options=SearchArgs(method="analytical")).candidate(execution)
     even = get_strategy(replace(strategy.degrees, pieces="even").name)
-    pieces = (by_name.get(even.name) or Search().candidate(scenario, even)).partition
-    unsearched = Search(partition=pieces.chunk_lens).candidate(scenario, strategy)
+    pieces = (by_name.get(even.name) or Search().candidate(execution_of(execution.scenario, even))).partition
+    unsearched = Search(partition=pieces.chunk_lens).candidate(execution)
     assert unsearched.search is not None
     report = replace(unsearched.search.report, method=ROUGH)
     return replace(unsearched, search=replace(unsearched.search, report=report))
@@ -760,21 +782,22 @@ def _work(execution: Execution, pieces: int) -> _Work:
     return _Work(0.0, 1e-6 * ranks * (1 if execution.strategy.chains else 2))
 
 
-def _first_s(scenario: Scenario, strategy: Strategy) -> float:
+@once
+def _first_s(execution: Execution) -> float:
     """Modelled CPU seconds of the first simulation of a strategy; of a pipeline, of all its numbers of even pieces."""
-    execution = execution_of(scenario, strategy)
     ranks = execution.cluster.num_gpus
     pieces = min(execution.request.new_tokens, ranks)
     work = _work(execution, pieces)
-    if strategy.pipeline is None or execution.cluster.shares_bandwidth:
+    if execution.strategy.pipeline is None or execution.cluster.shares_bandwidth:
         return sum(work)
     steps = 2 * pieces + ranks * pieces.bit_length()  # of all numbers of pieces: 1, 2, 4, ...
     kinds = _SEVERAL_KINDS if len(execution.placed.share.layer_kinds) > 1 else 1.0
     return max(sum(work), _SECONDS_A_PIPELINE_STEP * kinds * steps)
 
 
-def _could_fit(scenario: Scenario, strategy: Strategy) -> bool:
-    return least_bytes(scenario, strategy) <= scenario.memory_limit.nbytes
+def could_fit(execution: Execution) -> bool:
+    """Whether some partition could fit in the memory of every GPU."""
+    return least_bytes(execution) <= execution.scenario.memory_limit.nbytes
 
 
 @once
@@ -783,13 +806,14 @@ def _memory_of_even_chunks(execution: Execution) -> tuple[RankMemory, ...]:
     return memory_of(execution, Partition.even(execution.request.new_tokens, execution.cluster.num_gpus))
 
 
-def least_bytes(scenario: Scenario, strategy: Strategy) -> int:
+@once
+def least_bytes(execution: Execution) -> int:
     """A lower bound over all partitions: bytes on the GPU that needs the most.
 
     Exact for even chunks. For searched chunks: weights and cache. For pipelines: the memory with short pieces; for
     searched pipelines, the mean of weights and cache over the stages, because layers may move between stages.
     """
-    execution = execution_of(scenario, strategy)
+    strategy = execution.strategy
     tokens = execution.request.new_tokens
     ranks = execution.cluster.num_gpus
     number = ranks
@@ -820,16 +844,18 @@ def distinct(names: Iterable[str | Strategy]) -> tuple[Strategy, ...]:
     return tuple(by_name.values())
 
 
-def all_for(scenario: Scenario) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
-    """Every strategy that runs here without a table, hybrids included; and a note on those that do not run."""
-    return _allowed_strategies(scenario, (*STRATEGIES, *hybrids(scenario)))
+def all_for(scenario: Scenario) -> tuple[tuple[Execution, ...], tuple[str, ...]]:
+    """Every strategy that runs here without a table, hybrids included; and a note on those that do not run.
+
+    Layouts that spread experts as engines do are included if some engine has them.
+    """
+    executions, notes = _allowed(scenario, (*STRATEGIES, *hybrids(scenario)))
+    spread, _ = _allowed(scenario, _spread_experts(scenario))
+    return (*executions, *filter(engines_with, spread)), notes
 
 
 def hybrids(scenario: Scenario) -> tuple[str, ...]:
-    """The hybrids that `all` includes. Only the group of chunked prefill may span nodes; no stage does.
-
-    For mixtures of experts, also layouts of engines that spread experts over all GPUs or those of a stage.
-    """
+    """The hybrids that `all` includes. Only the group of chunked prefill may span nodes; no stage does."""
     num_gpus = scenario.cluster.num_gpus
     per_node = scenario.cluster.gpus_per_node
     node = min(num_gpus, per_node or num_gpus)
@@ -837,42 +863,45 @@ def hybrids(scenario: Scenario) -> tuple[str, ...]:
     names = (*hybrid_names(group_sizes(num_gpus, per_node)), *sizes_names(num_gpus, node), *chunked)
     if any(isinstance(layer.mixer, Recurrence) for layer in scenario.model.layer_kinds):  # zigzag passes no state
         names = tuple(name.replace("+zigzag-ring", "+ring") for name in names)
+    return names
+
+
+def _spread_experts(scenario: Scenario) -> tuple[str, ...]:
+    """Layouts of a mixture that spread experts over all GPUs or those of a stage."""
+    num_gpus = scenario.cluster.num_gpus
     if num_gpus == 1 or not _is_mixture(scenario):
-        return names
+        return ()
+    node = min(num_gpus, scenario.cluster.gpus_per_node or num_gpus)
     stages = f"+pp{num_gpus // node}" * (num_gpus > node)
     parts = (("tp", ""), ("dp", ""), ("cp", ""), ("cp", "-i"))
     attention = [f"{part}{node}{end}{stages}+ep{node}" for part, end in parts]
     attention += [f"{part}{num_gpus}{end}+ep{num_gpus}" for part, end in parts]
     attention += [f"dp{num_gpus // node}+tp{node}+ep{num_gpus}"] * (num_gpus > node)
-    spread = dict.fromkeys(attention)
-    return (*names, *(name for name in spread if engines_with(get_strategy(name), scenario)))
+    return tuple(dict.fromkeys(attention))
 
 
 def _is_mixture(scenario: Scenario) -> bool:
     return any(layer.num_experts for layer in scenario.model.layer_kinds)
 
 
-def rare_for(scenario: Scenario) -> tuple[Strategy, ...]:
+def rare_for(scenario: Scenario) -> tuple[Execution, ...]:
     """Strategies outside `all` that run here without a table: hybrids and layouts that are rarely the fastest."""
-    known = {layout_on_gpus(strategy, scenario) for strategy in all_for(scenario)[0]}
-    allowed, _ = _allowed_strategies(scenario, rare_names(scenario.num_gpus, is_mixture=_is_mixture(scenario)))
-    return tuple(one for one in distinct(allowed) if layout_on_gpus(one, scenario) not in known)
+    known = {execution.layout for execution in all_for(scenario)[0]}
+    allowed, _ = _allowed(scenario, rare_names(scenario.num_gpus, is_mixture=_is_mixture(scenario)))
+    return tuple(execution for execution in allowed if execution.layout not in known)
 
 
-def _allowed_strategies(scenario: Scenario, names: Sequence[str]) -> tuple[tuple[Strategy, ...], tuple[str, ...]]:
+def _allowed(scenario: Scenario, names: Sequence[str]) -> tuple[tuple[Execution, ...], tuple[str, ...]]:
     """The named strategies that need no table and that machine and model allow; and notes on the others."""
-    allowed = []
+    allowed = list[Execution]()
     reasons = dict[str, list[str]]()
-    for name in names:
-        strategy = get_strategy(name, "strategies")
+    for strategy in distinct(names):
         if strategy.partition_rule == "table":
             continue
         try:
-            execution_of(scenario, strategy)
+            allowed.append(execution_of(scenario, strategy))
         except InputError as error:
-            reasons.setdefault(error.accepted, []).append(name)
-        else:
-            allowed.append(strategy)
+            reasons.setdefault(error.accepted, []).append(strategy.name)
     notes = (note("not compared", names=", ".join(names), accepted=accepted) for accepted, names in reasons.items())
     return tuple(allowed), tuple(notes)
 

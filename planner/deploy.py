@@ -9,15 +9,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution
 from kvrsim.io.schema import fields_to_json
 from kvrsim.layout import Layout
 from kvrsim.model.spec import ModelSpec
 from kvrsim.results.results import StrategyResult
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import Strategy, get_strategy
+from kvrsim.strategies import get_strategy
 from kvrsim.units import format_bytes
-from planner.candidates import Candidate, all_for
-from planner.deploy_engines import DeployEngine, deploy_engine, engines_with, layout_on_gpus
+from planner.candidates import Candidate, all_for, execution_of
+from planner.deploy_engines import DeployEngine, deploy_engine, engines_with
 
 Role = Literal["prefill", "decode"]
 _VALUE = re.compile(r"{(\w+)}")  # placeholder in the template of a flag
@@ -241,18 +242,18 @@ class Deployment:
 def names_for(scenario: Scenario, engine_name: str, parameter: str) -> tuple[str, ...]:
     """Names of all strategies that an engine can run here; raises InputError for an unknown engine."""
     engine = deploy_engine(engine_name, parameter)
-    strategies, _ = all_for(scenario)
-    return tuple(strategy.name for strategy in strategies if engine.has(strategy, scenario))
+    executions, _ = all_for(scenario)
+    return tuple(execution.strategy.name for execution in executions if engine.has(execution))
 
 
-def layout_for(engine: DeployEngine, scenario: Scenario, strategy: Strategy) -> Layout:
+def layout_for(engine: DeployEngine, execution: Execution) -> Layout:
     """The layout in which an engine runs a strategy. If it lacks the strategy, InputError names those it has."""
-    lacks = engine.lacks(strategy, scenario)
+    lacks = engine.lacks(execution)
     if lacks is None:
-        return layout_on_gpus(strategy, scenario)
-    names = ", ".join(names_for(scenario, engine.name, "emit"))
-    others = " and ".join(map(" ".join, engines_with(strategy, scenario).items())) or "no engine that was looked at"
-    accepted = f"a best strategy that {engine.title} has, not {strategy.name} ({lacks}), which {others} has"
+        return execution.layout
+    names = ", ".join(names_for(execution.scenario, engine.name, "emit"))
+    others = " and ".join(map(" ".join, engines_with(execution).items())) or "no engine that was looked at"
+    accepted = f"a best strategy that {engine.title} has, not {execution.strategy.name} ({lacks}), which {others} has"
     raise InputError("emit", engine.name, f"{accepted}; here it has {names}")
 
 
@@ -270,7 +271,7 @@ def longest_sequence(model: ModelSpec, tokens: int) -> int:
 def planned(scenario: Scenario, result: StrategyResult) -> Candidate:
     """The candidate of a plan's result: its strategy, with the layers of its stages, and its partition."""
     strategy = replace(get_strategy(result.strategy), stage_layers=result.layers)
-    return Candidate.of(scenario, strategy, result.partition)
+    return Candidate.of(execution_of(scenario, strategy), result.partition)
 
 
 def deployment_of(candidate: Candidate, engine_name: str, *, model: str) -> Deployment:
@@ -282,7 +283,7 @@ def deployment_of(candidate: Candidate, engine_name: str, *, model: str) -> Depl
     engine = deploy_engine(engine_name)
     scenario = candidate.scenario
     strategy = candidate.strategy
-    layout = layout_for(engine, scenario, strategy)
+    layout = layout_for(engine, candidate.execution)
     _check_fits(candidate, engine)
     pieces = candidate.partition.chunk_lens
     if layout.pieces == "none":

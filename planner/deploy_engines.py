@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.errors import InputError
-from kvrsim.execution import layout_of
+from kvrsim.execution import Execution
 from kvrsim.layout import Degrees, Layout
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
@@ -44,23 +44,21 @@ class DeployEngine(NamedTuple):
         """Name and version: "sglang (0.5.23)"."""
         return f"{self.name} ({self.version})"
 
-    def has(self, strategy: Strategy, scenario: Scenario) -> bool:
+    def has(self, execution: Execution) -> bool:
         """Whether the engine runs a strategy with the scenario's model on its GPUs."""
-        try:
-            return self.lacks(strategy, scenario) is None
-        except InputError:  # the number of GPUs is not divisible by the sizes
-            return False
+        return self.lacks(execution) is None
 
     def has_kind(self, degrees: Degrees) -> bool:
         """Whether the engine has layouts of this kind with some model."""
         splits = degrees.scheme is None or degrees.scheme in self.context_models
         return splits and (self.uneven_pieces or degrees.pieces != "searched")
 
-    def lacks(self, strategy: Strategy, scenario: Scenario) -> str | None:
+    def lacks(self, execution: Execution) -> str | None:
         """The feature of a strategy's layout that the engine lacks; None if the engine runs the layout."""
-        if not strategy.degrees.is_deployable:
+        if not execution.strategy.degrees.is_deployable:
             return "the way in which it splits the context"
-        layout = layout_on_gpus(strategy, scenario)
+        layout = execution.layout
+        scenario = execution.scenario
         model_type = scenario.model.model_type
         schemes = self.context_models.get(layout.scheme or "", {})
         if layout.context > 1 and model_type not in schemes:
@@ -101,10 +99,10 @@ def launching_engine(scenario: Scenario, asked: str | None = None, parameter: st
     return timed
 
 
-def engines_with(strategy: Strategy, scenario: Scenario) -> dict[str, str]:
+def engines_with(execution: Execution) -> dict[str, str]:
     """The engines that have a strategy on the scenario's GPUs, each with the version that was examined."""
     engines = (deploy_engine(name) for name in DEPLOY_ENGINES)
-    return {engine.name: engine.version for engine in engines if engine.has(strategy, scenario)}
+    return {engine.name: engine.version for engine in engines if engine.has(execution)}
 
 
 def engines_for(strategy: Strategy) -> tuple[str, ...]:
@@ -113,13 +111,6 @@ def engines_for(strategy: Strategy) -> tuple[str, ...]:
         return ()
     engines = (deploy_engine(name) for name in DEPLOY_ENGINES)
     return tuple(engine.name for engine in engines if engine.has_kind(strategy.degrees))
-
-
-def layout_on_gpus(strategy: Strategy, scenario: Scenario) -> Layout:
-    """The layout of a strategy on the scenario's GPUs; strategies that use one GPU have a layout of one GPU."""
-    if strategy.partition_rule == "whole":
-        scenario = scenario.on_gpus(1)
-    return layout_of(scenario, strategy.degrees)
 
 
 def _vllm_lacks(layout: Layout, _: str) -> str | None:

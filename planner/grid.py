@@ -12,8 +12,7 @@ from kvrsim.io.files import write_atomically
 from kvrsim.io.schema import JsonObject, fields_to_json, read
 
 if TYPE_CHECKING:  # files are read without importing the planner
-    from kvrsim.scenario import Scenario
-    from kvrsim.strategies import Strategy
+    from kvrsim.execution import Execution
     from planner.candidates import Candidate
 
 SCHEMA_VERSION = 1
@@ -23,24 +22,23 @@ _EACH_S = 4e-5
 _EXPOSED = 0.05  # exposed communication / TTFT without it; above this, balanced chunks may be far from the best
 
 
-def quick_candidate(scenario: Scenario, strategy: Strategy) -> Candidate:
+def quick_candidate(execution: Execution) -> Candidate:
     """A candidate that is quick to find: balanced or even chunks if these are good enough, else searched ones."""
     from kvrsim.scenario import Partition
-    from planner.candidates import Candidate, Search, execution_of
+    from planner.candidates import Candidate, Search
     from planner.search.minimise import Allowance
     from planner.search.search import search
 
-    if strategy.partition_rule != "search":
+    if execution.strategy.partition_rule != "search":
         few = Allowance(left_s=_FEW_PIPELINES * _EACH_S, each_s=_EACH_S)
-        return Search(allowance=few).candidate(scenario, strategy)
-    execution = execution_of(scenario, strategy)
+        return Search(allowance=few).candidate(execution)
     result = search(execution, method="analytical")
-    balanced = Candidate(scenario=scenario, execution=execution, partition=result.partition, search=result)
+    balanced = Candidate(execution=execution, partition=result.partition, search=result)
     even = Partition.even(execution.request.new_tokens, execution.cluster.num_gpus)
     best = min(balanced, replace(balanced, partition=even, search=None), key=lambda one: one.ttft_s)
     if best.ttft_s <= balanced.ttft_without_communication_s * (1 + _EXPOSED):
         return best
-    return Search().candidate(scenario, strategy)
+    return Search().candidate(execution)
 
 
 def largest(holds: Callable[[int], bool], most: int) -> int:

@@ -28,7 +28,6 @@ from kvrsim.results.results import (
 )
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import BASELINES, KVR_E, KVR_S, STRATEGIES, Strategy, label_of
-from kvrsim.strategies.pipeline import layers_of
 from kvrsim.units import format_bytes
 from planner.advice import advice_of
 from planner.candidates import (
@@ -43,7 +42,7 @@ from planner.candidates import (
     strategies_to_compare,
     ttft_of,
 )
-from planner.deploy_engines import engines_with, launching_engine, layout_on_gpus
+from planner.deploy_engines import engines_with, launching_engine
 from planner.promise import promise_of
 from planner.search.bound import lower_bound_s
 from planner.search.search import search
@@ -90,9 +89,11 @@ def make_plan(
     target: load and target TTFT of the promise; None: idle GPUs, no target.
     """
     search = _for_engine(search or Search(), scenario)
+    even = scenario
+    if disturbance is not None:
+        scenario = disturbance.with_fixed_part(even)
     compared = strategies_to_compare(scenario, strategies, noisy=disturbance is not None, engine=search.engine)
-    ranking = Ranking.of(scenario, compared, search, disturbance)
-    scenario = ranking.scenario
+    ranking = Ranking.of(compared, search, disturbance, even)
     question = _question(scenario, strategies, search, disturbance, seed)
     paper = measured_in_paper(question)
     results = [ranking.result(one, paper.get(one.strategy.name)) for one in ranking.ranked]
@@ -171,7 +172,6 @@ def _for_engine(search: Search, scenario: Scenario) -> Search:
 class Ranking:
     """The candidates of a plan in the user's order, and results of comparing them."""
 
-    scenario: Scenario
     candidates: tuple[Candidate, ...]
     unsearched: tuple[str, ...]  # strategies that could be the best but exceeded the search budget
     not_tried: tuple[NotTried, ...]  # strategies that could fit and were not compared
@@ -181,29 +181,39 @@ class Ranking:
 
     @classmethod
     def of(
-        cls, even: Scenario, compared: ComparedStrategies, search: Search, disturbance: Disturbance | None
+        cls,
+        compared: ComparedStrategies,
+        search: Search,
+        disturbance: Disturbance | None = None,
+        even: Scenario | None = None,
     ) -> Ranking:
         """Search the partition of every strategy; strategies near KVR's chain start from its partition.
 
-        even: the scenario without the slow GPUs and links of the disturbance.
+        even: the scenario without the slow GPUs and links of the disturbance; None: without a disturbance.
         """
-        scenario = even if disturbance is None else disturbance.with_fixed_part(even)
-        for strategy in compared.strategies:  # raise errors before the first search
+        for execution in compared.executions:  # raise errors before the first search
             if disturbance is not None:
-                disturbance.check(strategy)
-            if strategy.partition_rule == "table":
-                search.candidate(scenario, strategy)
-        comparison = search_all(scenario, compared, search)
+                disturbance.check(execution.strategy)
+            if execution.strategy.partition_rule == "table":
+                search.candidate(execution)
+        comparison = search_all(compared, search)
         candidates = tuple(comparison.by_name.values())
+        noisy: Mapping[str, Distribution] = {}
+        if disturbance is not None and even is not None:
+            noisy = _under_noise(even, candidates, disturbance, search)
         return cls(
-            scenario=scenario,
             candidates=candidates,
             unsearched=comparison.unsearched,
             not_tried=comparison.not_tried,
             engine=search.engine,
             is_default=compared.limited,
-            noisy={} if disturbance is None else _under_noise(even, candidates, disturbance, search),
+            noisy=noisy,
         )
+
+    @property
+    def scenario(self) -> Scenario:
+        """The question; the candidates have it in common."""
+        return self.candidates[0].scenario
 
     @property
     def names(self) -> set[str]:
@@ -225,7 +235,7 @@ class Ranking:
         ranked = self.ranked
         engine = self.engine
         if engine is not None:
-            has = [one for one in ranked if one.fits and engine.has(one.strategy, self.scenario)]
+            has = [one for one in ranked if one.fits and engine.has(one.execution)]
             ranked = tuple(has) or ranked
         fastest, *others = ranked
         if not fastest.fits:
@@ -236,7 +246,7 @@ class Ranking:
 
     def _effort(self, one: Candidate) -> tuple[bool, tuple[int, int, bool]]:
         """Sort key for the effort of deployment: whether no engine has the strategy, then its layout's effort."""
-        return not engines_with(one.strategy, self.scenario), layout_on_gpus(one.strategy, self.scenario).effort
+        return not engines_with(one.execution), one.execution.layout.effort
 
     def _ranking_s(self, one: Candidate) -> float:
         return self.noisy[one.strategy.name].mean.value_s if self.noisy else one.ttft_s
@@ -249,7 +259,7 @@ class Ranking:
         """
         feasible = {one.strategy.name: one for one in self.candidates if one.fits}
         if self.scenario.engine is not None:
-            launched = {name: one for name, one in feasible.items() if engines_with(one.strategy, self.scenario)}
+            launched = {name: one for name, one in feasible.items() if engines_with(one.execution)}
             feasible = launched or feasible
         for name in BASELINES:
             if name in feasible:
@@ -284,11 +294,11 @@ class Ranking:
             speedup_over_tsp=None if tsp is None else tsp.ttft_s / one.ttft_s,
             speedup=None if self.baseline is None else self.baseline.ttft_s / one.ttft_s,
             noisy=self.noisy.get(one.strategy.name),
-            layers=layers_of(one.execution.placed, one.strategy),
+            layers=one.execution.stage_layers,
             prefix_access=one.prefix_access,
-            layout=layout_on_gpus(one.strategy, self.scenario),
+            layout=one.execution.layout,
             searched=not is_rough(one),
-            engines=engines_with(one.strategy, self.scenario),
+            engines=engines_with(one.execution),
             method=None if one.search is None else one.search.report.method,
             evaluations=None if one.search is None else one.search.report.evaluations,
             lower_bound_s=None if one.search is None else one.search.lower_bound_s,
@@ -315,7 +325,7 @@ class Ranking:
             return None
         if not execution.placed.chain_is_proven:
             return None
-        return Search(options=SearchArgs(method="analytical")).candidate(self.scenario, KVR_S)
+        return Search(options=SearchArgs(method="analytical")).candidate(execution)
 
     @property
     def _compares_kvr(self) -> bool:
@@ -485,7 +495,9 @@ def _under_noise(
 
     pool = disturbance.pool or Pool()
     alone = replace(disturbance, pool=None)
-    even_s = [(one if disturbance.is_even else search.candidate(even, one.strategy)).ttft_s for one in candidates]
+    even_s = [one.ttft_s for one in candidates]
+    if not disturbance.is_even:
+        even_s = [search.candidate(execution_of(even, one.strategy)).ttft_s for one in candidates]
     work = [(*pair, alone) for pair in zip(candidates, even_s, strict=True)]
     each = pool.run_in_order(_distribution, work, "strategies under noise", search.on_progress)
     return {one.strategy.name: noisy for one, noisy in zip(candidates, each, strict=True)}

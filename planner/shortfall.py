@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from kvrsim.builder import larger_size
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution
 from kvrsim.hardware import load_cluster
 from kvrsim.results.results import Remedy, Shortfall
 from kvrsim.scenario import Scenario
-from planner.candidates import Candidate, Search, all_for, distinct, least_bytes, rare_for
+from planner.candidates import Candidate, Search, all_for, least_bytes, rare_for
 
 _MOST_GPUS = 1024  # most GPUs that are tried
 _RULES = ("whole", "even", "pieces")  # partition rules without a long search
@@ -41,7 +42,7 @@ def shortfall_of(scenario: Scenario, candidates: Sequence[Candidate], cluster_gp
         peak_bytes=peak,
         over_bytes=peak - scenario.memory_limit.nbytes,
         most_gpus_tried=most_gpus,
-        would_fit=(*remedies, *_more_memory(scenario, nearest.strategy.name, peak)),
+        would_fit=(*remedies, *_more_memory(nearest.execution, peak)),
     )
 
 
@@ -85,10 +86,11 @@ def _smaller_weights(scenario: Scenario) -> tuple[Remedy, ...]:
     return _first_that_fits(smaller, (), f"--dtype {_DTYPE}")
 
 
-def _more_memory(scenario: Scenario, strategy: str, peak: int) -> Iterator[Remedy]:
-    fraction = math.ceil(100 * peak / scenario.cluster.gpu.memory_bytes) / 100
+def _more_memory(execution: Execution, peak: int) -> Iterator[Remedy]:
+    fraction = math.ceil(100 * peak / execution.cluster.gpu.memory_bytes) / 100
     if fraction <= 1:
-        yield _remedy(replace(scenario, memory_fraction=fraction), strategy, peak, f"--memory-fraction {fraction:g}")
+        remedy = _remedy(execution, peak, f"--memory-fraction {fraction:g}")
+        yield replace(remedy, memory_fraction=fraction)
 
 
 def _first_that_fits(scenario: Scenario, compared: Iterable[str], change: str) -> tuple[Remedy, ...]:
@@ -97,24 +99,29 @@ def _first_that_fits(scenario: Scenario, compared: Iterable[str], change: str) -
     A pipeline needs the least memory with the largest number of even pieces. Its peak is that of the fastest pieces
     that fit, except on a bus, where these take long to find.
     """
-    least = {}
-    for strategy in distinct((*all_for(scenario)[0], *rare_for(scenario))):
-        if strategy.partition_rule in _RULES and strategy.name not in compared:
-            with suppress(InputError):  # for example, fewer tokens than GPUs
-                least[strategy] = least_bytes(scenario, strategy)
-    if not least or min(least.values()) > scenario.memory_limit.nbytes:
+    smallest: Execution | None = None
+    peak = scenario.memory_limit.nbytes + 1
+    for execution in (*all_for(scenario)[0], *rare_for(scenario)):
+        strategy = execution.strategy
+        if strategy.partition_rule not in _RULES or strategy.name in compared:
+            continue
+        with suppress(InputError):  # for example, fewer tokens than GPUs
+            if least_bytes(execution) < peak:
+                peak = least_bytes(execution)
+                smallest = execution
+    if smallest is None:
         return ()
-    strategy = min(least, key=least.__getitem__)
-    peak = least[strategy]
+    strategy = smallest.strategy
     if strategy.partition_rule == "pieces" and not scenario.cluster.shares_bandwidth:
-        peak = _peak(Search().candidate(scenario, strategy))
-    return (_remedy(scenario, strategy.name, peak, f"{change} --strategies {strategy.name}".strip()),)
+        peak = _peak(Search().candidate(smallest))
+    return (_remedy(smallest, peak, f"{change} --strategies {strategy.name}".strip()),)
 
 
-def _remedy(scenario: Scenario, strategy: str, peak: int, change: str) -> Remedy:
+def _remedy(execution: Execution, peak: int, change: str) -> Remedy:
+    scenario = execution.scenario
     return Remedy(
         change=change,
-        strategy=strategy,
+        strategy=execution.strategy.name,
         num_gpus=scenario.num_gpus,
         dtype=scenario.request.dtype,
         memory_fraction=scenario.memory_fraction,

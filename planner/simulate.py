@@ -17,8 +17,8 @@ from kvrsim.results.question import Question
 from kvrsim.results.results import RankReport, SimResult
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, label_of
-from kvrsim.strategies.pipeline import layers_of, tokens_of
-from planner.candidates import Candidate, Search, prefix_access_notes
+from kvrsim.strategies.pipeline import tokens_of
+from planner.candidates import Candidate, Search, execution_of, prefix_access_notes
 from planner.uncertainty.intervals import coverage_notes_of, interval_of, layout_notes, measured_coverage, width_notes
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def run_simulation(
     if disturbance is not None:
         disturbance.check(asked)
         scenario = disturbance.with_fixed_part(scenario)
-    candidate = search.candidate(scenario, asked)
+    candidate = search.candidate(execution_of(scenario, asked))
     execution = candidate.execution
     noise = None
     noisy = None
@@ -69,7 +69,7 @@ def run_simulation(
     if disturbance is not None:
         undisturbed = candidate
         if not disturbance.is_even:
-            undisturbed = search.candidate(quiet, candidate.strategy)
+            undisturbed = search.candidate(execution_of(quiet, candidate.strategy))
         noisy = _noisy(disturbance, candidate, undisturbed, search.on_progress)
     run = _Simulated.of(candidate, kind, record, draw)
     interval = interval_of(candidate.sensitivities, run.finish_s[-1])
@@ -84,7 +84,7 @@ def run_simulation(
         memory=candidate.memory,
         fits=candidate.fits,
         per_rank=tuple(_reports(candidate, run)),
-        layers=layers_of(execution.placed, execution.strategy),
+        layers=execution.stage_layers,
         prefix_access=candidate.prefix_access,
         query_blocks=candidate.query_blocks,
         interval_coverage=measured_coverage(scenario),

@@ -21,9 +21,9 @@ from kvrsim.io.schema import JsonObject
 from kvrsim.layout import Layout
 from kvrsim.model.load import config_path
 from kvrsim.strategies import get_strategy
-from planner.candidates import Search
+from planner.candidates import Search, execution_of
 from planner.deploy import Deployment, deployment_of
-from planner.deploy_engines import DeployEngine, deploy_engine, layout_on_gpus
+from planner.deploy_engines import DeployEngine, deploy_engine
 from validate.report import RESULTS, fill, table, write_page
 
 PAGE = RESULTS / "engine_flags.md"
@@ -49,14 +49,11 @@ def launches(engine: str) -> Iterator[tuple[str, Deployment, Layout]]:
         strategies = map(get_strategy, question.pop("strategies"))
         scenario, _ = make_scenario(**{"ctx": "16k", "gpus": 8} | question)
         for strategy in strategies:
-            if deploy_engine(engine).has(strategy, scenario):
-                candidate = Search().candidate(scenario, strategy)
+            execution = execution_of(scenario, strategy)
+            if deploy_engine(engine).has(execution):
+                candidate = Search().candidate(execution)
                 launch = deployment_of(candidate, engine, model=str(question["model"]))
-                yield (
-                    f"{question['model']}, {question['cluster']}, {strategy.name}",
-                    launch,
-                    layout_on_gpus(strategy, scenario),
-                )
+                yield (f"{question['model']}, {question['cluster']}, {strategy.name}", launch, execution.layout)
 
 
 def resolve_all(engine: DeployEngine, python: str) -> Resolution:

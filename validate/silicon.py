@@ -164,7 +164,7 @@ class OtherPrefill(RowCheck):
     @classmethod
     def of(cls, prefill: EnginePrefill) -> OtherPrefill:
         """The prefill with its prediction interval."""
-        candidate = Candidate(scenario=prefill.scenario, execution=prefill.execution, partition=prefill.partition)
+        candidate = Candidate(execution=prefill.execution, partition=prefill.partition)
         interval = candidate.interval
         return cls(
             case=prefill.case,

@@ -33,13 +33,6 @@ def even_layers(num_layers: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(share + (rank < rest) for rank in range(num_ranks))
 
 
-def layers_of(scenario: PlacedScenario, strategy: Strategy) -> tuple[int, ...] | None:
-    """Number of layers of each stage; None if the strategy is not a pipeline. scenario: as one rank sees it."""
-    if strategy.pipeline is None:
-        return None
-    return tuple(map(len, stages(strategy, scenario.share.num_hidden_layers, scenario.cluster.num_gpus)))
-
-
 def stages(strategy: Strategy, num_layers: int, num_ranks: int) -> tuple[range, ...]:
     """Layer numbers of each stage of a pipeline."""
     num_stages = num_ranks // context_ranks(strategy)

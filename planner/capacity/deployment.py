@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
-from planner.candidates import Search
+from planner.candidates import Search, execution_of
 from planner.capacity.fleet import WHOLE
 from planner.capacity.request import CapacityRequest
 from planner.capacity.result import CapacityPlan, GroupAnswer
@@ -80,8 +80,8 @@ def _servers(
         low, high = group.context_range
         request = replace(plan.scenario.request, context_len=high, cached_prefix=0, batch=1)
         here = replace(plan.scenario.on_gpus(group.gpus_per_group), request=request)
-        longest = Search().candidate(here, get_strategy(_strategy(group)))
-        layout = layout_for(engine, here, longest.strategy)
+        longest = Search().candidate(execution_of(here, get_strategy(_strategy(group))))
+        layout = layout_for(engine, longest.execution)
         pieces = longest.partition.chunk_lens
         notes = list(ends)
         if budget is not None:
@@ -117,7 +117,7 @@ def _servers(
             server=Server(
                 engine=engine,
                 scenario=here,
-                layout=layout_for(engine, here, get_strategy(decoders.strategy)),
+                layout=layout_for(engine, execution_of(here, get_strategy(decoders.strategy))),
                 model=model,
                 max_len=max_len,
                 role="decode",

@@ -13,6 +13,7 @@ from kvrsim.builder import notes_on
 from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.engine import SHORT_TOKENS
 from kvrsim.errors import InputError
+from kvrsim.execution import place
 from kvrsim.notes import without
 from kvrsim.progress import OnProgress
 from kvrsim.results.question import Question
@@ -278,7 +279,7 @@ def _engines_of_group(group: GroupAnswer, scenario: Scenario) -> set[str]:
     (name,) = group.strategies
     if name not in STRATEGIES and "+" not in name:  # a strategy of the user
         return set()
-    return set(engines_with(get_strategy(name), scenario))
+    return set(engines_with(place(scenario, get_strategy(name))))
 
 
 def _would_meet(nearest: FleetAnswer, simulator: FleetSimulator) -> Iterator[str]:

@@ -24,7 +24,7 @@ from kvrsim.arguments import SearchArgs
 from kvrsim.interp import percentile_of
 from kvrsim.program import Array
 from kvrsim.strategies import Strategy, get_strategy
-from planner.candidates import Candidate, Search
+from planner.candidates import Candidate, Search, execution_of
 from planner.capacity.decode import DecodeFleet, Decoding, Sequences
 from planner.capacity.fleet import (
     Fleet,
@@ -275,7 +275,7 @@ class FleetSimulator:
         new_tokens = max(int(run.workload.new_tokens[last]), gpus)
         here = replace(scenario, request=replace(scenario.request, context_len=new_tokens, cached_prefix=0))
         strategy = by_name.get(name) or get_strategy(name)
-        return Search(options=SearchArgs(method="analytical")).candidate(here, strategy)
+        return Search(options=SearchArgs(method="analytical")).candidate(execution_of(here, strategy))
 
     def decoders(self, fleet: Fleet, runs: Sequence[FleetRun]) -> DecodeFleet | str | None:
         """The fleet that decodes the requests of a fleet, or why there is none; None if not requested."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,10 +93,8 @@ class StrategyPolicy:
         by_name = (self.engines or self.deployable) and scenario.num_gpus > 1
         layouts: dict[str, tuple[Strategy, ...]] = {}
         for strategy in self._candidates(scenario):
-            with suppress(InputError):  # refused for this model or these GPUs
-                place(scenario, strategy)
-                weights = strategy.name if by_name else weights_of(strategy, scenario.num_gpus)
-                layouts[weights] = (*layouts.get(weights, ()), strategy)
+            weights = strategy.name if by_name else weights_of(strategy, scenario.num_gpus)
+            layouts[weights] = (*layouts.get(weights, ()), strategy)
         return layouts
 
     def left_out(self, scenario: Scenario) -> tuple[str, ...]:
@@ -110,22 +107,27 @@ class StrategyPolicy:
         usual = {strategy.name for strategy in self._candidates(scenario)}
         usual.add("kvr-e")  # KVR-S also tries even chunks
         names: list[str] = []
-        for strategy in self._allowed(all_for(scenario)[0], scenario):
+        strategies = [execution.strategy for execution in all_for(scenario)[0]]
+        for strategy in self._allowed(strategies, scenario):
             if strategy.name not in usual and strategy.degrees.pieces != "searched":
                 names.append(strategy.name)
         return tuple(names)
 
     def _allowed(self, strategies: Sequence[Strategy], scenario: Scenario) -> Iterator[Strategy]:
-        """The strategies that use all GPUs, run on all engines, and support packed steps if needed."""
+        """The strategies that run here on all GPUs and on all engines, and support packed steps if needed."""
         is_launched = self.packs or self.deployable or bool(self.engines)
         for strategy in strategies:
             if self.packs and not takes_steps(strategy):
                 continue
             if is_launched and strategy.name == "single" and scenario.num_gpus > 1:
                 continue  # other GPUs of the group would be idle
-            if self.deployable and not engines_with(strategy, scenario):
+            try:
+                execution = place(scenario, strategy)
+            except InputError:  # refused for this model or these GPUs
                 continue
-            if all(engine.has(strategy, scenario) for engine in self.engines):
+            if self.deployable and not engines_with(execution):
+                continue
+            if all(engine.has(execution) for engine in self.engines):
                 yield strategy
 
     def _candidates(self, scenario: Scenario) -> tuple[Strategy, ...]:
@@ -137,7 +139,7 @@ class StrategyPolicy:
             if not names or is_all or any(get_strategy(name).group_size in (1, None) for name in names):
                 chosen = ("single",)
         elif is_all:
-            chosen = (*all_for(scenario)[0], *names)
+            chosen = (*(execution.strategy for execution in all_for(scenario)[0]), *names)
         elif names:
             chosen = names
         else:

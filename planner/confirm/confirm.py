@@ -20,7 +20,6 @@ from kvrsim.runtime.plan import RUN_STRATEGIES, Job, Parts, RankSettings, Report
 from kvrsim.runtime.ranks import launch
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy, usual_names
-from kvrsim.strategies.pipeline import layers_of
 from kvrsim.units import format_bytes, format_count, format_seconds
 from planner.candidates import Candidate, Search, all_for, execution_of, strategies_to_compare
 from planner.confirm.hardware import NO_REFERENCE, Hardware, MemoryBudget, Mode, Reporter
@@ -103,7 +102,7 @@ def _planned_here(
 ) -> tuple[dict[str, Candidate], tuple[str, ...]]:
     """Plan the chosen strategies with the profile; return them and the next best partitions of KVR, and notes."""
     names, notes = strategies_here(scenario, choice.strategies, mode, hardware)
-    ranking = Ranking.of(scenario, strategies_to_compare(scenario, names), Search(), disturbance=None)
+    ranking = Ranking.of(strategies_to_compare(scenario, names), Search())
     candidates = {candidate.strategy.name: candidate for candidate in ranking.candidates}
     if KVR_S.name in candidates:
         count = (choice.top or _PARTITIONS) - 1
@@ -141,7 +140,7 @@ def _of_plan(
     for name in _REFERENCES:
         if name not in rows:
             _check_measurable(name, scenario, mode, hardware)
-            candidates[name] = Search().candidate(scenario, STRATEGIES[name])
+            candidates[name] = Search().candidate(execution_of(scenario, STRATEGIES[name]))
     notes: tuple[str, ...] = ()
     if left_out:
         notes = (f"in the plan, but not measured, because they do not run here: {', '.join(left_out)}",)
@@ -159,7 +158,7 @@ def _with_partition(scenario: Scenario, row: SavedRow) -> Candidate:
     if strategy.pipeline is None:
         num_chunks = execution.cluster.num_gpus
     partition = Partition.of(row.partition, num_tokens=tokens, num_ranks=num_chunks)
-    return Candidate(scenario=scenario, execution=execution, partition=partition)
+    return Candidate(execution=execution, partition=partition)
 
 
 def _chosen(measured: Sequence[MeasuredCandidate], plan: SavedPlan | None) -> int:
@@ -190,7 +189,7 @@ def _prediction(name: str, candidate: Candidate) -> StrategyPrediction:
     return StrategyPrediction(
         strategy=name,
         partition=candidate.partition.chunk_lens,
-        layers=layers_of(candidate.execution.placed, candidate.strategy),
+        layers=candidate.execution.stage_layers,
         ttft_s=candidate.ttft_s,
         ttft_low_s=candidate.interval.low_s,
         ttft_high_s=candidate.interval.high_s,
@@ -218,12 +217,13 @@ def strategies_here(
         return tuple(chosen), ()
     planned, notes = all_for(scenario)
     reasons = dict[str, list[str]]()
-    for strategy in planned:
+    for execution in planned:
+        name = execution.strategy.name
         try:
-            _check_measurable(strategy.name, scenario, mode, hardware)
-            chosen.append(strategy.name)
+            _check_measurable(name, scenario, mode, hardware)
+            chosen.append(name)
         except InputError as error:
-            reasons.setdefault(error.accepted, []).append(strategy.name)
+            reasons.setdefault(error.accepted, []).append(name)
     left_out = [f"not measured: {', '.join(left)} (accepted: {reason})" for reason, left in reasons.items()]
     return tuple(dict.fromkeys(chosen)), (*notes, *left_out)
 
@@ -236,9 +236,9 @@ def _check_measurable(name: str, scenario: Scenario, mode: Mode, hardware: Hardw
         if mode == "virtual":
             where = "what one device can replay in turn"
         raise InputError("strategies", name, f"{where}: {', '.join(allowed)}, or all")
-    ranks = execution_of(scenario, STRATEGIES[name]).cluster.num_gpus
-    even = Partition.even(scenario.request.new_tokens, ranks)
-    hardware.check(Candidate.of(scenario, name, even.chunk_lens))
+    execution = execution_of(scenario, STRATEGIES[name])
+    even = Partition.even(scenario.request.new_tokens, execution.cluster.num_gpus)
+    hardware.check(Candidate(execution=execution, partition=even))
 
 
 def _is_measurable(strategy: Strategy, mode: Mode) -> bool:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from kvrsim.choices import RankBackend
 from kvrsim.errors import ABSENT, InputError
+from kvrsim.execution import place
 from kvrsim.io.files import is_first_rank
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import Gather
@@ -18,7 +19,7 @@ from kvrsim.model.load import checkpoint_files, config_path, read_text_part
 from kvrsim.runtime import host
 from kvrsim.runtime.plan import ModelChoice, OnProgress, RankSettings, RunPlan, run_strategy
 from kvrsim.scenario import Scenario
-from kvrsim.strategies.pipeline import layers_of
+from kvrsim.strategies import STRATEGIES
 from kvrsim.units import format_bytes, format_count
 from planner.candidates import Candidate
 
@@ -184,7 +185,7 @@ class Hardware:
             partition=candidate.partition,
             batch=scenario.request.batch,
             gather=gather,
-            stage_layers=layers_of(candidate.execution.placed, strategy),
+            stage_layers=candidate.execution.stage_layers,
             output_tokens=self.output_tokens,
         )
 
@@ -250,7 +251,7 @@ class MemoryBudget:
 
     def fits_reference(self, scenario: Scenario) -> bool:
         """Whether the prefill of one process, the reference of the logits, fits in memory."""
-        single = Candidate.of(scenario, "single", (scenario.request.new_tokens,))
+        single = Candidate.of(place(scenario, STRATEGIES["single"]), (scenario.request.new_tokens,))
         return self.needed_bytes(single) <= self.limit_bytes
 
     def check(self, candidates: Mapping[str, Candidate]) -> dict[str, int]:

@@ -16,7 +16,7 @@ from kvrsim.runtime.host import started_by_torchrun
 from kvrsim.runtime.plan import GeneratedTokens, RunPlan, Timing, check_decoding, run_strategy
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
-from planner.candidates import Search
+from planner.candidates import Search, execution_of
 from planner.confirm.confirm import measured_here
 from planner.confirm.hardware import CALIBRATE, Hardware, Reporter
 from planner.confirm.result import LEAST_SCALE, Targets
@@ -149,14 +149,14 @@ def run_here(
     chosen = get_strategy(strategy)
     scenario = hardware.runnable(scenario, needs_profile=False)
     _check_partition_rule(chosen, partition, has_profile=scenario.profile is not None)
-    candidate = Search(partition=partition).candidate(scenario, chosen)
+    candidate = Search(partition=partition).candidate(execution_of(scenario, chosen))
     hardware.check(candidate)
     num_gpus = scenario.cluster.num_gpus
     if chosen.partition_rule == "whole":
         num_gpus = 1
     if not started_by_torchrun():  # torchrun has started one rank per GPU, some of which may stay idle
         scenario = scenario.on_gpus(num_gpus)
-    candidate = replace(candidate, scenario=scenario)
+    candidate = replace(candidate, execution=replace(candidate.execution, scenario=scenario))
     timings, conditions, notes = measured_here(
         {strategy: candidate}, hardware, "ranks", notes=warnings, check=check_logits, reporter=reporter
     )

@@ -165,7 +165,7 @@ def search_on_ranks(transport: Transport, task: SearchTask) -> HardwareSearch:
 
 
 def _plan(task: SearchTask, chunks: Chunks) -> RunPlan:
-    return task.hardware.run_plan(Candidate.of(task.scenario, KVR_S, chunks))
+    return task.hardware.run_plan(Candidate.of(place(task.scenario, KVR_S), chunks))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,12 +217,13 @@ def search_here(
     scenario = hardware.runnable(scenario)
     if scenario.cluster.num_gpus < 2:
         raise InputError("gpus", scenario.cluster.num_gpus, "at least 2 for `search`: one GPU has no partition")
-    seed = search(place(scenario, KVR_S)).partition.chunk_lens
+    execution = place(scenario, KVR_S)
+    seed = search(execution).partition.chunk_lens
     budget_s = 60 * minutes
     path = Path(f"{output}.search")
     task = SearchTask(scenario=scenario, hardware=hardware, seed=seed, budget_s=budget_s, journal=path)
     reporter.note(f"searching from {','.join(map(str, seed))}, for at most {minutes:g} minutes")
-    candidate = Candidate.of(scenario, KVR_S, seed)
+    candidate = Candidate.of(execution, seed)
     MemoryBudget.of(scenario, hardware, "ranks").check({KVR_S.name: candidate})
     longest_s = hardware.longest_s([candidate])
     how = hardware.launch(scenario, scenario.cluster.num_gpus, longest_s, budget_s / longest_s + 4 * hardware.repeats)

@@ -17,7 +17,7 @@ from kvrsim.results.results import Answer, Prediction
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy, label_of, usual_names
 from kvrsim.units import check_places
-from planner.candidates import all_for, distinct
+from planner.candidates import all_for, distinct, execution_of
 from planner.deploy_engines import engines_for
 from planner.grid import quick_candidate
 from planner.processes import Pool
@@ -359,14 +359,15 @@ def _strategies_at(place: Scenario, strategies: Sequence[str | Strategy] | None)
     if strategies is None:
         usual = usual_names("maps")
         hybrids = []
-        for strategy in all_for(place)[0]:
+        for execution in all_for(place)[0]:
+            strategy = execution.strategy
             _, _, between_groups = strategy.name.partition("+")
             if strategy.group_size != 1 and between_groups in usual:
                 hybrids.append(strategy)
         return distinct((ALONE, *usual, *hybrids))
     names: list[str | Strategy] = [ALONE]
     if "all" in strategies:
-        names += all_for(place)[0]
+        names += [execution.strategy for execution in all_for(place)[0]]
     names += [name for name in strategies if name != "all"]
     strategies_here = distinct(names)
     for strategy in strategies_here:
@@ -376,7 +377,7 @@ def _strategies_at(place: Scenario, strategies: Sequence[str | Strategy] | None)
 
 
 def _point(place: Scenario, strategy: Strategy) -> MapPoint:
-    candidate = quick_candidate(place, strategy)
+    candidate = quick_candidate(execution_of(place, strategy))
     return MapPoint(
         context_len=place.request.context_len,
         link_bandwidth_bytes_per_s=place.cluster.link.bandwidth_bytes_per_s,

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvrsim.errors import InputError
+from kvrsim.execution import Execution
 from kvrsim.program import Array
 from kvrsim.progress import OnProgress
 from kvrsim.results.question import Question
@@ -102,8 +103,8 @@ class _Build:
                 raise InputError("strategy", chosen.name, "a strategy that needs no table")
             execution_of(scenario, chosen)  # raises InputError for a strategy that machine or model do not allow
             return (chosen,)
-        compared = strategies_to_compare(scenario, None).strategies
-        contending = [strategy for strategy in compared if engines_with(strategy, scenario)]
+        compared = strategies_to_compare(scenario, None).executions
+        contending = [execution.strategy for execution in compared if engines_with(execution)]
         if not contending:
             raise InputError("strategy", BEST, "a strategy by name: no engine has any on these GPUs")
         lengths = sorted({int(length) for length in np.geomspace(self.fewest, self.longest, 5)})
@@ -246,39 +247,39 @@ class _Prompts:
     cached_prefix: int  # tokens
     batch: int
 
-    def at(self, new_tokens: int) -> Scenario:
-        """The scenario of a prompt."""
+    def at(self, new_tokens: int) -> Execution:
+        """The execution of a prompt."""
         context_len = new_tokens + self.cached_prefix
         request = replace(
             self.scenario.request, batch=self.batch, context_len=context_len, cached_prefix=self.cached_prefix
         )
-        return replace(self.scenario, request=request)
+        return execution_of(replace(self.scenario, request=request), self.strategy)
 
     def candidate(self, new_tokens: int) -> Candidate:
         """The candidate of a prompt, quickly found."""
-        return quick_candidate(self.at(new_tokens), self.strategy)
+        return quick_candidate(self.at(new_tokens))
 
     def candidates(self, points: Sequence[int]) -> list[Candidate]:
         """The candidate at each number of new tokens.
 
         Chunks and pieces are searched at the sampled points, and interpolated between them.
         """
-        places = [self.at(point) for point in points]
+        executions = [self.at(point) for point in points]
         if self.strategy.partition_rule not in _SEARCHED:
-            return [quick_candidate(place, self.strategy) for place in places]
+            return list(map(quick_candidate, executions))
         sampled = _sample(len(points))
         log_points = np.log(points)
-        searched = {index: quick_candidate(places[index], self.strategy) for index in sampled}
+        searched = {index: quick_candidate(executions[index]) for index in sampled}
         # A quick search of pieces is rough: pieces between those of the neighbours may be faster.
         for first, middle, last in zip(sampled, sampled[1:], sampled[2:], strict=False):
             weight = float(np.interp(log_points[middle], log_points[[first, last]], [0, 1]))
-            between = _between(searched[first], searched[last], places[middle], weight)
+            between = _between(searched[first], searched[last], executions[middle], weight)
             searched[middle] = min(searched[middle], between, key=_fitting_first)
         candidates = [searched[0]]
         for first, last in pairwise(sampled):
             weights = np.interp(log_points[first + 1 : last], log_points[[first, last]], [0, 1])
-            for place, weight in zip(places[first + 1 : last], weights, strict=True):
-                candidates.append(_between(searched[first], searched[last], place, weight))
+            for execution, weight in zip(executions[first + 1 : last], weights, strict=True):
+                candidates.append(_between(searched[first], searched[last], execution, weight))
             candidates.append(searched[last])
         return candidates
 
@@ -286,7 +287,7 @@ class _Prompts:
         """Whether a prompt fits in memory, with the partition of a prompt of nearly the same length."""
         ends = np.rint(np.array(near.partition.boundaries) / near.partition.num_tokens * new_tokens)
         chunks = [int(chunk) for chunk in np.diff(ends)]
-        return Candidate.of(self.at(new_tokens), near.strategy, chunks).fits
+        return Candidate.of(self.at(new_tokens).by(near.strategy), chunks).fits
 
 
 def _fitting_first(candidate: Candidate) -> tuple[bool, float]:
@@ -303,7 +304,7 @@ def _near_the_best(scenario: Scenario, contending: Sequence[Strategy]) -> list[s
     """Names of the strategies that fit and are nearly as fast as the fastest one; empty if none fits."""
     ttft_s: dict[str, float] = {}
     for strategy in contending:
-        candidate = quick_candidate(scenario, strategy)
+        candidate = quick_candidate(execution_of(scenario, strategy))
         if candidate.fits:
             ttft_s[strategy.name] = candidate.ttft_s
     least_s = min(ttft_s.values(), default=math.inf)
@@ -353,22 +354,21 @@ def _row(prompts: _Prompts, points: Sequence[int], with_intervals: bool) -> _Row
     )
 
 
-def _between(low: Candidate, high: Candidate, place: Scenario, weight: float) -> Candidate:
+def _between(low: Candidate, high: Candidate, execution: Execution, weight: float) -> Candidate:
     """Interpolate chunks or pieces between a shorter and a longer prompt; return the fastest candidate.
 
-    place: the scenario of the prompt between them; weight: 0 at the shorter one, 1 at the longer one.
+    execution: that of the prompt between them; weight: 0 at the shorter one, 1 at the longer one.
     """
     nearer = high
     if weight < 0.5:
         nearer = low
-    tokens = place.request.new_tokens
+    tokens = execution.request.new_tokens
     shares = []
     for candidate in (low, high):
         shares.append(np.array(candidate.partition.boundaries) / candidate.partition.num_tokens)
-    execution = execution_of(place, low.strategy)
     if low.strategy.partition_rule == "search":
         stride = 1
-        partitions = [search(execution, method="analytical").partition.chunk_lens]
+        partitions = [search(execution.by(low.strategy), method="analytical").partition.chunk_lens]
     else:
         stride = math.lcm(PAGE, execution.placed.gpus_per_rank)
         steps = range(low.partition.chunk_lens[0], tokens, low.partition.chunk_lens[0])
@@ -381,7 +381,7 @@ def _between(low: Candidate, high: Candidate, place: Scenario, weight: float) ->
         inner = [np.interp(at, np.linspace(0, 1, len(ends)), ends)[1:-1] for ends in shares]
         near = to_grid(((1 - weight) * inner[0] + weight * inner[1]) * tokens, stride, tokens)
         partitions.append(chunk_lens(near.tolist(), tokens))
-    candidates = [Candidate.of(place, nearer.strategy, partition) for partition in partitions]
+    candidates = [Candidate.of(execution.by(nearer.strategy), partition) for partition in partitions]
     return min(candidates, key=lambda candidate: candidate.ttft_s)
 
 

@@ -25,7 +25,6 @@ from planner.candidates import (
     search_all,
     strategies_to_compare,
 )
-from planner.deploy_engines import layout_on_gpus
 from tests.building import Draws, any_scenario, draws, examples
 
 
@@ -38,7 +37,7 @@ def scenario_of(**options: object) -> Scenario:
 def test_both_executors_agree_with_a_candidate(rng: Draws) -> None:
     scenario = any_scenario(rng, num_gpus=(1, 4))
     compared = strategies_to_compare(scenario, None)
-    one = Search(options=SearchArgs(method="analytical")).candidate(scenario, rng.choice(compared.strategies))
+    one = Search(options=SearchArgs(method="analytical")).candidate(rng.choice(compared.executions))
     event = run_partition(one.execution, one.partition, executor="event")
     assert event.finish_s == pytest.approx(one.finish_s, rel=1e-9)
     assert one.timeline.end_s == pytest.approx(max(one.finish_s), rel=1e-9)
@@ -51,7 +50,7 @@ def test_both_executors_agree_with_a_candidate(rng: Draws) -> None:
 
 
 def test_what_was_computed_is_neither_computed_again_nor_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Search().candidate(scenario_of(), get_strategy("tsp"))
+    one = Search().candidate(execution_of(scenario_of(), get_strategy("tsp")))
     before = one.ttft_s, one.memory, one.program
     copy = pickle.loads(pickle.dumps(one))
     assert "program" not in vars(copy)
@@ -63,7 +62,7 @@ def test_what_was_computed_is_neither_computed_again_nor_pickled(monkeypatch: py
 
 @pytest.mark.parametrize("name", ["single", "tsp", "kvr-s", "zigzag", "tp", "pp", "tp4+pp1"])
 def test_a_plan_and_a_simulation_are_about_the_same_candidate(name: str) -> None:
-    one = Search().candidate(scenario_of(), get_strategy(name))
+    one = Search().candidate(execution_of(scenario_of(), get_strategy(name)))
     question = {"ctx": "4k", "gpus": 4, "model": "llama-3-8b"}
     (planned,) = kvrsim.plan(**question, strategies=[name]).strategies
     simulated = kvrsim.simulate(**question, strategy=name)
@@ -78,9 +77,9 @@ def test_every_row_is_reproduced_from_its_partition(rng: Draws) -> None:
     """Also if the search budget left a strategy unsearched."""
     scenario = any_scenario(rng, num_gpus=(1, 6))
     search = Search(options=SearchArgs(search_budget=rng.choice([0.0, 0.1, 1.0])))
-    for one in search_all(scenario, strategies_to_compare(scenario, None), search).by_name.values():
+    for one in search_all(strategies_to_compare(scenario, None), search).by_name.values():
         strategy = get_strategy(one.strategy.name)
-        again = Search(partition=one.partition.chunk_lens).candidate(scenario, strategy)
+        again = Search(partition=one.partition.chunk_lens).candidate(execution_of(scenario, strategy))
         assert again.strategy == one.strategy
         assert again.ttft_s == pytest.approx(one.ttft_s, rel=1e-9)
         assert again.memory == one.memory
@@ -123,15 +122,15 @@ def test_a_scenario_per_rank_is_computed_once_per_strategy() -> None:
 )
 def test_mistakes_name_the_parameter(strategy: str, search: Search, parameter: str) -> None:
     with pytest.raises(InputError) as caught:
-        search.candidate(scenario_of(), get_strategy(strategy))
+        search.candidate(execution_of(scenario_of(), get_strategy(strategy)))
     assert caught.value.parameter == parameter
 
 
 def test_a_given_partition_is_not_searched() -> None:
     chunks = (2000, 1000, 600, 496)
-    one = Search(partition=chunks).candidate(scenario_of(), get_strategy("kvr-s"))
+    one = Search(partition=chunks).candidate(execution_of(scenario_of(), get_strategy("kvr-s")))
     assert (one.partition, one.search) == (Partition(chunk_lens=chunks), None)
-    assert one == Candidate(scenario=one.scenario, execution=one.execution, partition=one.partition)
+    assert one == Candidate(execution=one.execution, partition=one.partition)
 
 
 def test_what_cannot_fit_is_left_out_before_any_simulation() -> None:
@@ -143,7 +142,7 @@ def test_what_cannot_fit_is_left_out_before_any_simulation() -> None:
     assert {"tp4+kvr-s", "pp-s"} <= set(names)
     assert not set(names) & set(compared.not_compared)
     for name in ("tp8+ring", "kvr-e", "pp2+cp8", "tp16+pp1"):  # no search, so their memory is exact
-        one = Search().candidate(scenario, get_strategy(name))
+        one = Search().candidate(execution_of(scenario, get_strategy(name)))
         assert one.fits or name in compared.not_compared
 
 
@@ -154,38 +153,38 @@ def test_what_takes_longer_than_the_budget_is_named_and_the_budget_decides() -> 
     scenario = scenario_of(**LARGE_BUS)
     compared = strategies_to_compare(scenario, None)
     names = {one.name for one in compared.strategies}
-    little = search_all(scenario, compared, Search(options=SearchArgs(search_budget=0)))
+    little = search_all(compared, Search(options=SearchArgs(search_budget=0)))
     (too_long,) = [group for group in little.not_tried if "budget" in group.why]
     assert "pp8+cp2" in too_long.strategies
     assert names - set(little.by_name) <= {name for group in little.not_tried for name in group.strategies}
     assert not set(too_long.strategies) & set(little.by_name)
-    more = search_all(scenario, compared, Search(options=SearchArgs(search_budget=1)))
+    more = search_all(compared, Search(options=SearchArgs(search_budget=1)))
     assert set(more.by_name) > set(little.by_name)
 
 
 def test_whatever_runs_and_fits_is_compared_or_named() -> None:
     scenario = scenario_of(model="qwen3-30b-a3b", cluster="h100-nvlink", ctx="16k")
     compared = strategies_to_compare(scenario, None)
-    comparison = search_all(scenario, compared, Search(options=SearchArgs(search_budget=0)))
+    comparison = search_all(compared, Search(options=SearchArgs(search_budget=0)))
     not_tried = {name for group in comparison.not_tried for name in group.strategies}
     assert not not_tried & set(comparison.by_name)
     names = {*comparison.by_name, *not_tried, *compared.not_compared}
-    known = {layout_on_gpus(get_strategy(name), scenario) for name in names}
+    known = {execution_of(scenario, get_strategy(name)).layout for name in names}
     for name in ("tp2+striped", "tp2+kvr-e", "tp2+pp2+cp1", "dp2+tp2+ep4", "cp4+ep4", "tp2+cp2-i", "pp2+dp2+ep2"):
         try:
-            one = Search().candidate(scenario, get_strategy(name))
+            one = Search().candidate(execution_of(scenario, get_strategy(name)))
         except InputError:
             continue
-        assert layout_on_gpus(one.strategy, scenario) in known or not one.fits
+        assert one.execution.layout in known or not one.fits
 
 
 @pytest.mark.parametrize("fraction", [0.25, 0.1, 0.08, 0.06])
 def test_nothing_fits_only_if_all_that_could_fit_was_tried(fraction: float) -> None:
     """The rare strategies are tried where no other one fits."""
     scenario = scenario_of(ctx="64k", cluster="h100-nvlink", memory_fraction=fraction)
-    least = {one.name: least_bytes(scenario, one) for one in (*all_for(scenario)[0], *rare_for(scenario))}
+    least = {one.strategy.name: least_bytes(one) for one in (*all_for(scenario)[0], *rare_for(scenario))}
     could_fit = {name for name, nbytes in least.items() if nbytes <= scenario.memory_limit.nbytes}
-    comparison = search_all(scenario, strategies_to_compare(scenario, None), Search())
+    comparison = search_all(strategies_to_compare(scenario, None), Search())
     if not any(one.fits for one in comparison.by_name.values()):
         assert could_fit <= set(comparison.by_name)
         assert not comparison.not_tried
@@ -194,7 +193,7 @@ def test_nothing_fits_only_if_all_that_could_fit_was_tried(fraction: float) -> N
 @pytest.mark.parametrize("ranks", [128, 256])
 def test_rings_of_many_ranks_are_compared_by_default(ranks: int) -> None:
     scenario = kvrsim.make_scenario(gpus=ranks, ctx=10240 * ranks)[0]
-    comparison = search_all(scenario, strategies_to_compare(scenario, None), Search())
+    comparison = search_all(strategies_to_compare(scenario, None), Search())
     fitting = {name for name, one in comparison.by_name.items() if one.fits}
     assert {"ring", "striped", "zigzag-ring"} <= fitting
 
@@ -203,13 +202,13 @@ def test_a_searched_pipeline_finds_pieces_that_fit() -> None:
     """The fastest pieces need more memory than short ones, which fit."""
     options = {"model": "llama-7b", "cluster": "4xa100-40gb", "ctx": "128k", "batch": 2, "memory_fraction": 0.91}
     scenario = kvrsim.make_scenario(**options)[0]
-    assert Search().candidate(scenario, get_strategy("pp-s")).fits
+    assert Search().candidate(execution_of(scenario, get_strategy("pp-s"))).fits
 
 
 @pytest.mark.parametrize("name", ["zigzag", "pp4+cp2"])
 def test_a_timeline_on_a_bus_is_an_answer_though_rounding_grows(name: str) -> None:
     scenario = kvrsim.make_scenario(model="llama-3.1-8b", cluster="l40s-pcie", ctx="8k", gpus=8)[0]
-    one = Search().candidate(scenario, get_strategy(name))
+    one = Search().candidate(execution_of(scenario, get_strategy(name)))
     assert one.timeline.end_s == pytest.approx(one.ttft_s, rel=1e-2)
     assert one.timeline_error == pytest.approx(one.timeline.end_s / one.ttft_s - 1)
 
@@ -222,7 +221,7 @@ def test_where_nothing_can_fit_the_nearest_is_compared() -> None:
 
 def test_chunked_prefill_fits_where_one_step_does_not() -> None:
     scenario = scenario_of(model="llama-7b", gpus=1, ctx="16k", cluster="a100-nvlink", profile="a100-eager")
-    whole, steps = (Search().candidate(scenario, get_strategy(name)) for name in ("single", "pp1"))
+    whole, steps = (Search().candidate(execution_of(scenario, get_strategy(name))) for name in ("single", "pp1"))
     assert (whole.fits, steps.fits) == (False, True)
     assert max(steps.partition.chunk_lens) <= 8192
 
@@ -235,7 +234,7 @@ def test_a_budget_leaves_the_best_within_two_percent_of_all() -> None:
     def best_s(of: ComparedStrategies, budget_s: float) -> float:
         return min(
             one.ttft_s
-            for one in search_all(scenario, of, Search(options=SearchArgs(search_budget=budget_s))).by_name.values()
+            for one in search_all(of, Search(options=SearchArgs(search_budget=budget_s))).by_name.values()
             if one.fits
         )
 
@@ -247,5 +246,5 @@ def test_a_budget_leaves_the_best_within_two_percent_of_all() -> None:
 
 def test_waits_and_memory_cover_every_group_of_gpus() -> None:
     scenario = scenario_of(gpus=8, model="deepseek-v3", cluster="8xh200", batch=2)
-    one = Search().candidate(scenario, get_strategy("dp2+tp4"))
+    one = Search().candidate(execution_of(scenario, get_strategy("dp2+tp4")))
     assert len(one.waits) == len(one.memory) == 8

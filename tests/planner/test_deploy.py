@@ -17,7 +17,7 @@ from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
 from kvrsim.execution import place
 from kvrsim.strategies import STRATEGIES, get_strategy
-from planner.candidates import Candidate, ForEngine, partition_of, strategies_to_compare
+from planner.candidates import Candidate, ForEngine, execution_of, partition_of, strategies_to_compare
 from planner.capacity.deployment import fleet_deployment
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request
@@ -38,7 +38,7 @@ def launched(engine: str, strategy: str, **question: Any) -> Deployment:
     scenario, _ = make_scenario(**{"ctx": "16k", "gpus": 8} | question)
     chosen = get_strategy(strategy)
     cut = partition_of(place(scenario, chosen))
-    return deployment_of(Candidate.of(scenario, strategy, cut.chunk_lens), engine, model="org/model")
+    return deployment_of(Candidate.of(execution_of(scenario, chosen), cut.chunk_lens), engine, model="org/model")
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def sizes_of(engine: str, found: dict[str, str | None], files: Mapping[str, str]
 def test_uneven_pieces_are_sglangs() -> None:
     scenario, _ = make_scenario(ctx="16k", gpus=8, **LLAMA)
     uneven = replace(get_strategy("tp2+pp-s"), stage_layers=(20, 20, 20, 20))
-    candidate = Candidate.of(scenario, uneven, (6000, 5000, 4000, 1384))
+    candidate = Candidate.of(execution_of(scenario, uneven), (6000, 5000, 4000, 1384))
     deployment = deployment_of(candidate, "sglang", model="org/model")
     result = options(deployment)
     assert (result["--tp-size"], result["--pp-size"]) == ("2", "4")
@@ -120,7 +120,10 @@ def test_sglang_binds_sizes_of_latents() -> None:
     """In SGLang, context ranks of latent attention need ep over all GPUs, and interleaving needs sparse attention."""
     latent, sparse = (make_scenario(ctx="16k", gpus=8, cluster="h200-nvlink", model=model)[0] for model in DEEPSEEK)
     sglang = deploy_engine("sglang")
-    has = {name: [sglang.has(get_strategy(name), one) for one in (latent, sparse)] for name in CONTEXT}
+    has = {
+        name: [sglang.has(execution_of(scenario, get_strategy(name))) for scenario in (latent, sparse)]
+        for name in CONTEXT
+    }
     assert has == {
         "cp8+ep8": [True, False],
         "cp8": [False, False],
@@ -131,11 +134,13 @@ def test_sglang_binds_sizes_of_latents() -> None:
 
 def test_what_no_engine_has() -> None:
     dense, _ = make_scenario(ctx="4k", gpus=8, model="llama-3.1-8b", cluster="h100-nvlink")
-    assert {name for name, one in STRATEGIES.items() if engines_with(one, dense)} == {"single", "tp", "pp", "pp-s"}
+    executions = {name: execution_of(dense, strategy) for name, strategy in STRATEGIES.items()}
+    launched_by_some = {name for name, execution in executions.items() if engines_with(execution)}
+    assert launched_by_some == {"single", "tp", "pp", "pp-s"}
     latent, _ = make_scenario(ctx="4k", gpus=8, model="deepseek-v3", cluster="b200-nvlink5")
-    assert list(engines_with(get_strategy("zigzag+ep"), latent)) == ["vllm", "sglang"]
+    assert list(engines_with(execution_of(latent, get_strategy("zigzag+ep")))) == ["vllm", "sglang"]
     mixture, _ = make_scenario(ctx="4k", gpus=8, model="qwen3-235b-a22b", cluster="h100-nvlink")
-    assert list(engines_with(get_strategy("tp2+pp2+cp2"), mixture)) == ["sglang"]
+    assert list(engines_with(execution_of(mixture, get_strategy("tp2+pp2+cp2")))) == ["sglang"]
     with pytest.raises(InputError, match=r"^emit: got 'vllm'.*not kvr-s .* no engine .* has; here it has single"):
         launched("vllm", "kvr-s", model="llama-3-8b")
     scenario, _ = make_scenario(ctx="4k", gpus=4)

@@ -16,7 +16,7 @@ from kvrsim.arguments import TargetArgs
 from kvrsim.interp import percentile_of
 from kvrsim.noise import Distribution
 from kvrsim.strategies import get_strategy
-from planner.candidates import Candidate, Search
+from planner.candidates import Candidate, Search, execution_of
 from planner.capacity.fleet import Overlap, Service
 from planner.capacity.workload import RequestSource
 from planner.promise import promise_of
@@ -26,7 +26,7 @@ from tests.building import examples
 
 def candidate(strategy: str = "tsp", **asked: Any) -> Candidate:
     scenario, _ = kvrsim.make_scenario(**{"gpus": 2, "ctx": "4k"} | asked)
-    return Search().candidate(scenario, get_strategy(strategy))
+    return Search().candidate(execution_of(scenario, get_strategy(strategy)))
 
 
 def test_an_idle_promise_is_the_upper_end_of_the_interval() -> None:
@@ -178,7 +178,7 @@ QUESTIONS: tuple[tuple[dict[str, Any], str, str], ...] = (
 def test_shares_of_the_critical_path_add_up_to_ttft(asked: dict[str, Any], strategy: str, top: str) -> None:
     """If all operations take twice as long, so does TTFT; therefore the shares add up to one."""
     scenario, _ = kvrsim.make_scenario(**asked)
-    limits = Search().candidate(scenario, get_strategy(strategy)).limits
+    limits = Search().candidate(execution_of(scenario, get_strategy(strategy))).limits
     assert sum(one.share for one in limits) == pytest.approx(1, abs=0.05)
     assert [one.share for one in limits] == sorted((one.share for one in limits), reverse=True)
     assert top in limits[0].operation

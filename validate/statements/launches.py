@@ -9,7 +9,7 @@ from typing import Any
 
 from kvrsim.errors import InputError
 from kvrsim.strategies import get_strategy
-from planner.candidates import Candidate
+from planner.candidates import Candidate, execution_of
 from planner.deploy import deployment_of
 from validate.statements.claims import Claim
 from validate.statements.plans import Entry, PlannedCase
@@ -61,7 +61,7 @@ def _claims(case: PlannedCase, engine: str, entry: Entry) -> Iterator[Claim]:
         strategy = get_strategy(entry["strategy"])
         if entry.get("layers") is not None:
             strategy = replace(strategy, stage_layers=tuple(entry["layers"]))
-        candidate = Candidate.of(case.scenario, strategy, entry["partition"])
+        candidate = Candidate.of(execution_of(case.scenario, strategy), entry["partition"])
         launch = deployment_of(candidate, engine, model=case.options["model"])
     except InputError as error:
         longer = case.said["context_len"] > (case.scenario.model.max_position_embeddings or math.inf)

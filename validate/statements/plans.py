@@ -247,7 +247,7 @@ def _least_peak(case: PlannedCase, name: str) -> int | None:
         strategy = get_strategy(name)
         for partition in _even_partitions(case, strategy):
             execution = execution_of(case.scenario, strategy)
-            memory = Candidate(scenario=case.scenario, execution=execution, partition=partition).memory
+            memory = Candidate(execution=execution, partition=partition).memory
             peaks.append(max(rank.total for rank in memory))
     return min(peaks, default=None)
 
@@ -350,7 +350,8 @@ def launches(case: PlannedCase, strategy: str, partition: Sequence[int]) -> bool
 
     engine = case.options["engine"].partition("@")[0]
     try:
-        deployment_of(Candidate.of(case.scenario, strategy, partition), engine, model=case.options["model"])
+        execution = execution_of(case.scenario, get_strategy(strategy))
+        deployment_of(Candidate.of(execution, partition), engine, model=case.options["model"])
     except InputError:
         return False
     return True

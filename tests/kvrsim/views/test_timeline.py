@@ -13,7 +13,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.results.timeline import Span, Timeline
 from kvrsim.strategies import STRATEGIES
 from kvrsim.views.timeline import LabelledTimeline, legend, to_data
-from planner.candidates import Search
+from planner.candidates import Search, execution_of
 from planner.plan import make_plan, span_count
 from tests.building import examples
 
@@ -77,7 +77,7 @@ def test_colours_of_a_legend_are_those_that_are_drawn() -> None:
 @pytest.mark.parametrize("name", ["tsp", "kvr-e", "kvr-direct", "ring", "zigzag", "ulysses", "tp", "pp"])
 def test_the_count_of_spans_is_never_too_small(name: str) -> None:
     scenario, _ = make_scenario(gpus=2, ctx="512")
-    candidate = Search().candidate(scenario, STRATEGIES[name])
+    candidate = Search().candidate(execution_of(scenario, STRATEGIES[name]))
     assert len(candidate.timeline.spans) <= span_count(candidate.program)
 
 

@@ -12,6 +12,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.cli import main as cli
 from kvrsim.strategies import get_strategy
+from planner.candidates import execution_of
 from planner.capacity.times import StrategyPolicy
 from planner.deploy_engines import deploy_engine
 from tests.building.flags import read_flags
@@ -67,7 +68,7 @@ def test_a_group_of_an_engine_runs_one_strategy() -> None:
     layouts = StrategyPolicy(engines=(engine,)).layouts(scenario)
     assert {"tp", "pp", "tp2+pp", "zigzag", "tp2+zigzag"} <= set(layouts)
     assert all([one.name for one in strategies] == [name] for name, strategies in layouts.items())
-    assert all(engine.has(get_strategy(name), scenario) for name in layouts)
+    assert all(engine.has(execution_of(scenario, get_strategy(name))) for name in layouts)
     assert "single" not in layouts
     assert "kvr-s" not in StrategyPolicy(engines=(engine,)).left_out(scenario)
 

@@ -13,7 +13,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy, usual_names
-from planner.candidates import Candidate, Search
+from planner.candidates import Candidate, Search, execution_of
 from planner.confirm.hardware import Hardware, MemoryBudget, Mode
 from tests.building import examples
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
@@ -21,7 +21,9 @@ from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, sa
 
 def question(ctx: int, gpus: int = 2) -> tuple[Scenario, dict[str, Candidate]]:
     scenario, _ = make_scenario(ctx=ctx, gpus=gpus, model="llama-7b", cluster="a100-nvlink", profile="a100-eager")
-    return scenario, {name: Search().candidate(scenario, get_strategy(name)) for name in usual_names("paper")}
+    return scenario, {
+        name: Search().candidate(execution_of(scenario, get_strategy(name))) for name in usual_names("paper")
+    }
 
 
 def budget_of(scenario: Scenario, num_devices: int, mode: Mode = "ranks") -> MemoryBudget:

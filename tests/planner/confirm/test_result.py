@@ -20,7 +20,7 @@ from kvrsim.runtime.plan import Difference, RunPlan, Timing
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from kvrsim.views.confirm import verdict
-from planner.candidates import Search
+from planner.candidates import Search, execution_of
 from planner.confirm.confirm import _chosen, compose, further_candidates
 from planner.confirm.hardware import Hardware, is_same_device
 from planner.confirm.result import Confirmation, MeasuredCandidate, Targets
@@ -129,7 +129,7 @@ def test_logits_that_differ_are_a_reason(error: float) -> None:
 @pytest.mark.parametrize(("num_gpus", "ctx", "count"), [(2, 2048, 2), (3, 999, 4), (8, 16384, 3), (2, 3, 3)])
 def test_further_partitions_are_apart_and_the_best_come_first(num_gpus: int, ctx: int, count: int) -> None:
     scenario, _ = make_scenario(ctx=ctx, gpus=num_gpus, model="llama-7b", profile=made_up_profile())
-    first = [Search().candidate(scenario, STRATEGIES[name]) for name in ("kvr-e", "kvr-s")]
+    first = [Search().candidate(execution_of(scenario, STRATEGIES[name])) for name in ("kvr-e", "kvr-s")]
     further = list(further_candidates(first[1], first, count).values())
     assert len(further) == count if num_gpus < 8 and ctx > 100 else len(further) <= count
     apart = max(1, round(ctx / num_gpus / 16))
@@ -160,7 +160,7 @@ def parts_of(program: Program) -> list[dict[tuple[int | None, str], float]]:
 @given(rng=draws(), name=st.sampled_from(["single", "tsp", "kvr-e"]))
 def test_virtual_ranks_that_measure_what_is_predicted_compose_to_the_prediction(rng: Draws, name: str) -> None:
     scenario: Scenario = any_scenario(rng, host=False, topologies=("switch", "chain", "bus"))
-    one = Search().candidate(scenario, STRATEGIES[name])
+    one = Search().candidate(execution_of(scenario, STRATEGIES[name]))
     timing = compose(one, Timing(plan=PLAN, parts=(tuple(parts_of(one.program)),) * 2))
     assert timing.ttft_s == pytest.approx((one.ttft_s,) * 2)
     assert timing.timeline is not None

@@ -9,7 +9,7 @@ from hypothesis import given
 from kvrsim.builder import make_scenario
 from kvrsim.noise import Distribution, parse_noise
 from kvrsim.strategies import STRATEGIES
-from planner.candidates import Search
+from planner.candidates import Search, execution_of
 from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator
 from planner.search.search import search
@@ -35,7 +35,7 @@ def test_a_slow_gpu_gets_less_and_costs_less(slow: int) -> None:
 def test_samples_in_blocks_are_those_of_one_block(topology: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks bound the memory and let the progress be reported."""
     scenario, _ = make_scenario(ctx=1024, gpus=2, topology=topology)
-    candidate = Search().candidate(scenario, KVR)
+    candidate = Search().candidate(execution_of(scenario, KVR))
     disturbance = Disturbance(noise=parse_noise("jitter:0.1"), num_samples=20)
 
     def distribution(reports: list[float]) -> Distribution:
