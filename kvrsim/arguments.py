@@ -47,10 +47,12 @@ from kvrsim.io.annotations import AnnotationParts, Range
 from kvrsim.units import (
     MAX_BYTES_PER_S,
     MAX_SECONDS,
+    LengthRange,
     parse_bandwidth,
     parse_count,
     parse_lengths,
     parse_number,
+    parse_range,
     parse_seconds,
     parse_share,
     parse_tokens,
@@ -106,6 +108,13 @@ def context(value: object, parameter: str) -> int:
         accepted = "one length, such as 16k; kvrsim map --ctx takes several, such as 32k,64k,128k"
         raise InputError(parameter, value, accepted)
     return tokens(value, parameter)
+
+
+def context_or_range(value: object, parameter: str) -> int | LengthRange:
+    """Read a single number of tokens, or a range of them such as "4k:64k"."""
+    if isinstance(value, str) and value.count(":") == 1:
+        return parse_range(value, parameter)
+    return context(value, parameter)
 
 
 class ContextShare(float):
@@ -555,6 +564,7 @@ _LENGTH = "int | str"
 Tokens = Annotated[int, Read(tokens, _LENGTH)]
 TokensOrZero = Annotated[int, Read(tokens_or_none, _LENGTH)]
 Context = Annotated[int, Read(context, _LENGTH)]
+ContextOrRange = Annotated[int | LengthRange, Read(context_or_range, _LENGTH)]
 CachedPrefix = Annotated[int, Read(prefix, _LENGTH)]
 Lengths = Annotated[tuple[int, ...], Read(lengths, "int | str | Iterable[int | str]")]
 ChunkLens = Annotated[list[int], Read(chunk_lens, "str | Iterable[int | str]")]
@@ -765,6 +775,32 @@ class ScenariosArgs(ScenarioArgs):
             section="Question",
         ),
     ] = None  # type: ignore[assignment]
+
+
+class RangeArgs(ScenarioArgs):
+    """A scenario, or one for a range of contexts (--emit vllm-runahead)."""
+
+    ctx: Annotated[  # type: ignore[assignment]
+        ContextOrRange,
+        Help(
+            "Context length in tokens: 16k is 16384; with --emit vllm-runahead also a range, such as 4k:64k.",
+            metavar="LEN",
+            section="Question",
+        ),
+    ]
+
+    @property
+    def range(self) -> LengthRange:
+        """The range of contexts; of one context, from it to itself."""
+        if isinstance(self.ctx, LengthRange):
+            return self.ctx
+        return LengthRange(first=self.ctx, last=self.ctx, text=str(self.ctx))
+
+    def single(self) -> ScenarioArgs:
+        """The arguments of one context. Raises InputError for a range."""
+        if isinstance(self.ctx, LengthRange):
+            context(self.ctx.text, "ctx")
+        return ScenarioArgs(**vars(self))
 
 
 class MeasuredArgs(ScenarioArgs):

@@ -30,6 +30,7 @@ METHODS: tuple[Method, ...] = get_args(Method)
 
 DeployEngine = Literal["vllm", "sglang", "trtllm"]  # engines that `--emit` supports
 DEPLOY_ENGINES: tuple[DeployEngine, ...] = get_args(DeployEngine)
+Launch = Literal["vllm", "sglang", "trtllm", "vllm-runahead"]  # what `plan --emit` prints
 
 Executor = Literal["batch", "event"]
 EXECUTORS: tuple[Executor, ...] = get_args(Executor)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvrsim.errors import ABSENT, InputError
 
@@ -220,6 +220,26 @@ _ACCEPTED = (
     "lengths with commas between, or FIRST:LAST:STEP or FIRST:LAST:xFACTOR with both ends, such as 4k,8k or 1k:32k:1k"
     " or 1k:64k:x2"
 )
+
+
+class LengthRange(NamedTuple):
+    """Lengths between two ends, such as 4k:64k."""
+
+    first: int  # tokens
+    last: int  # tokens, more than `first` or equal
+    text: str  # as the user wrote it
+
+
+def parse_range(text: str, argument: str) -> LengthRange:
+    """Parse two lengths joined by a colon, or one length. InputError names the argument.
+
+    >>> parse_range("4k:64k", "ctx")[:2]
+    (4096, 65536)
+    """
+    ends = [parse_tokens(end, argument) for end in text.split(":")]
+    if len(ends) > 2 or ends[0] > ends[-1]:
+        raise InputError(argument, text, "a range of lengths, such as 4k:64k, or one length, such as 16k")
+    return LengthRange(first=ends[0], last=ends[-1], text=text)
 
 
 def parse_lengths(text: str, argument: str) -> tuple[int, ...]:

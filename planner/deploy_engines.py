@@ -116,8 +116,11 @@ def engines_for(strategy: Strategy) -> tuple[str, ...]:
 def _vllm_lacks(layout: Layout, _: str) -> str | None:
     """The feature that vLLM lacks; None if it runs the layout.
 
-    Experts are on all GPUs of a stage, either sliced or spread (fused_moe/config.py).
+    Context ranks need a pipeline of one stage (v1/worker/gpu/pcp_manager.py). Experts are on all GPUs of a stage,
+    either sliced or spread (fused_moe/config.py).
     """
+    if layout.context > 1 and layout.pipeline > 1:
+        return "context ranks in a pipeline"
     if layout.expert_data > 1 and layout.is_mixture:
         return "copies of the experts"
     if 1 in (layout.expert_tensor, layout.expert_parallel):

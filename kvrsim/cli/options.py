@@ -33,7 +33,7 @@ from kvrsim.arguments import (
     options_of,
     unchanged,
 )
-from kvrsim.choices import ALL_OPTIONS, FEW_OPTIONS, DeployEngine, Device, RankBackend
+from kvrsim.choices import ALL_OPTIONS, FEW_OPTIONS, DeployEngine, Device, Launch, RankBackend
 from kvrsim.cli.help import Place
 from kvrsim.errors import ABSENT, InputError
 from kvrsim.io.annotations import Range
@@ -235,6 +235,19 @@ class DeployArgs(Arguments):
         DeployEngine | None,
         Help("Compare only strategies that this engine has.", metavar="vllm|sglang|trtllm", section="Search"),
     ] = None
+
+
+class LaunchArgs(DeployArgs):
+    """The serving engine of a plan; it may be the fork of vLLM that runs KV-Runahead."""
+
+    emit: Annotated[
+        Launch | None,
+        Help(
+            "Print the command that launches the fastest strategy that this engine has. vllm-runahead is the fork of "
+            "vLLM that runs KV-Runahead.",
+            metavar="vllm|sglang|trtllm|vllm-runahead",
+        ),
+    ] = None  # type: ignore[assignment]
 
 
 class OutputArgs(Arguments):

@@ -139,6 +139,9 @@ def test_what_no_engine_has() -> None:
     assert launched_by_some == {"single", "tp", "pp", "pp-s"}
     latent, _ = make_scenario(ctx="4k", gpus=8, model="deepseek-v3", cluster="b200-nvlink5")
     assert list(engines_with(execution_of(latent, get_strategy("zigzag+ep")))) == ["vllm", "sglang"]
+    assert list(engines_with(execution_of(latent, get_strategy("tp4+cp2+ep8")))) == ["vllm"]
+    staged = execution_of(latent, get_strategy("tp2+pp2+cp2+ep4"))
+    assert "vllm" not in engines_with(staged), "its manager of context ranks refuses a pipeline"
     mixture, _ = make_scenario(ctx="4k", gpus=8, model="qwen3-235b-a22b", cluster="h100-nvlink")
     assert list(engines_with(execution_of(mixture, get_strategy("tp2+pp2+cp2")))) == ["sglang"]
     with pytest.raises(InputError, match=r"^emit: got 'vllm'.*not kvr-s .* no engine .* has; here it has single"):

@@ -10,22 +10,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import click
 from click.exceptions import Exit
 
-from kvrsim.arguments import Help, NoiseArgs, PlanArgs, PoolArgs, ScenarioArgs, UsersArgs
+from kvrsim.arguments import Help, NoiseArgs, PlanArgs, PoolArgs, RangeArgs, ScenarioArgs, UsersArgs
 from kvrsim.cli import text as lines
-from kvrsim.cli.options import OUTPUT, DeployArgs, OutputArgs, PageArgs, WritablePath, pool_of, with_options
-from kvrsim.cli.output import print_answer, warn_notes, write_files
+from kvrsim.cli.options import OUTPUT, DeployArgs, LaunchArgs, OutputArgs, PageArgs, WritablePath, pool_of, with_options
+from kvrsim.cli.output import print_answer, print_json, warn_notes, write_files
 from kvrsim.cli.progress import Progress
 from kvrsim.errors import InputError
 from kvrsim.io.schema import write_json
 from kvrsim.notes import with_code, without
 from kvrsim.text import printable
-from kvrsim.units import format_seconds
-from kvrsim.views.table import TIED, Text, format_partition
+from kvrsim.units import format_bytes, format_seconds, format_tokens
+from kvrsim.views.table import TIED, Text, columns, format_partition
 
 if TYPE_CHECKING:
     from kvrsim.results.results import Plan, StrategyResult
     from planner.candidates import ForEngine
     from planner.deploy import Deployment
+    from planner.runahead import RunaheadLaunch
 
 
 class PlanOutputArgs(OutputArgs):
@@ -40,12 +41,12 @@ class PlanOutputArgs(OutputArgs):
 
 @with_options()
 def plan(
-    args: ScenarioArgs,
+    range_args: RangeArgs,
     options: PlanArgs,
     users: UsersArgs,
     noise: NoiseArgs,
     workers: PoolArgs,
-    deploy: DeployArgs,
+    deploy: LaunchArgs,
     files: PageArgs,
     output: PlanOutputArgs,
 ) -> None:
@@ -56,6 +57,11 @@ def plan(
     Example: kvrsim plan llama-3.1-70b 2x8xh100 --ctx 32k
     """
     output.check(emit=deploy.emit)
+    if deploy.emit == "vllm-runahead":
+        _only_with_engines(options, users, files, output)
+        print_runahead(range_args, options, noise, output)
+        return
+    args = range_args.single()
     if vars(workers) != vars(PoolArgs()) and noise.noise is None:
         raise InputError("jobs", workers.jobs or workers.pool, "with --noise: other processes simulate its samples")
     from planner.api import plan_of
@@ -101,6 +107,59 @@ def plan(
     missed = result.promise is not None and result.promise.meets is False
     if not result.feasible or missed or (deploy.emit is not None and deployment is None):
         raise Exit(1)
+
+
+def print_runahead(args: RangeArgs, options: PlanArgs, noise: NoiseArgs, output: OutputArgs) -> None:
+    """Print the launch of the fork of vLLM that runs KV-Runahead, with the regret of its weights."""
+    from kvrsim.builder import build_scenario
+    from kvrsim.noise import parse_noise
+    from planner.runahead import runahead_launch
+
+    contexts = args.range
+    scenario, notes = build_scenario(ScenarioArgs(**vars(args) | {"ctx": contexts.last}))
+    disturbance = noise.noise
+    if isinstance(disturbance, str):
+        disturbance = parse_noise(disturbance)
+    strategies = options.strategies
+    launch = runahead_launch(scenario, contexts, strategies=strategies, noise=disturbance, model=str(args.model))
+    if output.json:
+        print_json(launch.to_dict())
+        return
+    click.echo(printable(launch.command))
+    click.echo("")
+    warn_notes((*launch.notes(), *notes))
+    lines.show(*runahead_screen(launch))
+
+
+def runahead_screen(launch: RunaheadLaunch) -> Iterator[lines.Part]:
+    """Show what the weights lose at each context, and what the chunked transport would take."""
+    longest = launch.regret[-1]
+    worst = max(launch.regret, key=lambda row: row.ratio)
+    head = f"{launch.strategy} ({launch.transport}): first token of {format_tokens(longest.ctx)} after"
+    loss = f"the weights lose at most {100 * (worst.ratio - 1):.1f} % (at {format_tokens(worst.ctx)})"
+    yield lines.headline(f"{head} {format_seconds(longest.ttft_s)}; {loss} against the best of each context")
+    table = columns(">context", ">TTFT", ">best weights", ">regret", "~chunks (tokens)")
+    for row in launch.regret:
+        times = (format_seconds(row.ttft_s), format_seconds(row.best_ttft_s))
+        chunks = ", ".join(map(str, row.partition))
+        table.add_row(format_tokens(row.ctx), *times, f"{100 * (row.ratio - 1):.1f} %", chunks)
+    yield table
+    others = [f"{name} {format_seconds(seconds)}" for name, seconds in launch.others.items()]
+    rows: list[lines.Row] = [("others:", ", ".join(others) or None)]
+    for pull in launch.page_pull:
+        seconds = f"{format_seconds(pull.ttft_s)} to {format_seconds(pull.ttft_s + pull.history_read_s)}"
+        reads = f"the first GPU reads {format_bytes(round(pull.history_bytes))} of earlier steps' pages"
+        rows.append(("page_pull:", f"in steps of {format_tokens(pull.chunk_tokens)}: {seconds}; {reads}"))
+    yield lines.facts(*rows)
+
+
+def _only_with_engines(options: PlanArgs, users: UsersArgs, files: PageArgs, output: PlanOutputArgs) -> None:
+    """Raise InputError for options that the launch of a range of contexts does not have."""
+    given = {**vars(users), **vars(files), "slo": options.slo, "rate": options.rate, "output": output.output}
+    usual = vars(UsersArgs()) | vars(PageArgs())
+    for name, value in given.items():
+        if value is not None and value != usual.get(name):
+            raise InputError(name, value, "nothing with --emit vllm-runahead, which prints weights and their regret")
 
 
 def _check_length(args: ScenarioArgs) -> None:
