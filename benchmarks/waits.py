@@ -40,7 +40,10 @@ FLEETS: tuple[tuple[str, str, dict[str, Any]], ...] = (  # model, cluster and op
     (
         "llama-3.1-8b",
         "8xh100",
-        {"requests": "poisson,rate=20,requests=5000,context=lognormal:2000:1.0,max=32k", "pack_tokens": 8192},
+        {
+            "requests": "poisson,rate=20,requests=5000,context=lognormal:2000:1.0,max=32k",
+            "max_num_batched_tokens": 8192,
+        },
     ),
     (
         "qwen3-30b-a3b",

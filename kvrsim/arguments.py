@@ -1100,10 +1100,11 @@ class FleetArgs(Arguments):
     replications: Annotated[
         Count, Help("Number of independent samples of a synthetic workload.", metavar="N", section="Workload")
     ] = 5
-    pack_tokens: Annotated[
+    max_num_batched_tokens: Annotated[
         Tokens | None,
         Help(
-            "Pack waiting prompts into steps of at most LEN new tokens; longer prompts are split.",
+            "Most tokens of a step in which requests share a group; longer prompts are cut. Groups that only prefill "
+            "run prompts one by one without it. Default of groups that also decode: 8k.",
             metavar="LEN",
             section="Workload",
         ),
@@ -1141,16 +1142,20 @@ class FleetArgs(Arguments):
     tpot: Annotated[
         Seconds | None,
         Help(
-            "Target time per output token, such as 30ms; also sizes the fleet that decodes, on other GPUs than "
-            "prefill.",
+            "Target time per output token, such as 30ms. Fleets that prefill and decode on the same GPUs are compared "
+            "with fleets that split them.",
             metavar="TIME",
-            section="Fleet",
+            section="Target",
         ),
     ] = None
+    colocated: Annotated[
+        bool, Help("Consider only fleets that prefill and decode on the same GPUs.", section="Fleet")
+    ] = False
     kv_transfer_bandwidth: Annotated[
         Bandwidth | None,
         Help(
-            "Count the transfer of the KV cache to the fleet that decodes; bandwidth per GPU, such as 50GB/s.",
+            "Bandwidth per GPU for caches that move to GPUs that decode, such as 50GB/s. Default: the cluster's "
+            "network, or at most 50 GB/s.",
             metavar="RATE",
             section="Fleet",
         ),

@@ -38,7 +38,6 @@ _LEAST_IN_BIN = 20  # fewest requests per bin for a percentile by length
 _DIGITS = 4
 _HOURS_A_MONTH = 730
 _ENDINGS = {"1": "st", "2": "nd", "3": "rd"}  # of ordinal numbers, by their last digit
-_LIMITS = {"memory": "memory limits it", "tpot": "the TPOT limits it", "requests": "all at once"}
 
 
 def headline(plan: CapacityPlan) -> str:
@@ -89,7 +88,9 @@ def size_and_price(plan: CapacityPlan) -> str:
     """The whole fleet in words: "12 prefill + 4 decode = 16 GPUs, 40 $/h, 29 k$ a month"."""
     fleet = plan.first
     total = format_count(fleet.total_gpus, "GPU")
-    if fleet.decode is None:
+    if fleet.serving == "colocated":
+        text = f"{total} that prefill and decode"
+    elif fleet.decode is None:
         text = f"{total} for prefill only"
     else:
         text = f"{fleet.num_gpus} prefill + {fleet.decode.num_gpus} decode = {total}"
@@ -108,6 +109,11 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
     fleet = plan.first
     if fleet.interval is not None:
         yield "interval", _interval_words(fleet.interval, plan.slo_ttft_s)
+    if fleet.target_tpot_s is not None and fleet.p50_tpot_s is not None:
+        tpot = f"{format_seconds(fleet.p50_tpot_s)} (p50), {format_seconds(fleet.target_tpot_s)}"
+        yield "TPOT", f"{tpot} ({ordinal(plan.percentile)} percentile)"
+    if plan.answer is not None and plan.request.serving is None:
+        yield "split or not", serving_words(plan)
     if plan.answer is not None:
         yield "engines", fleet.engine or "no engine has all of these strategies (--only-deployable vllm|sglang|trtllm)"
     if plan.growth:
@@ -134,11 +140,26 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
         yield (
             "decodes",
             f"{format_count(decoders.num_gpus, 'GPU')}: {decoders.replicas} × {decoders.gpus_per_group}"
-            f" ({decoders.strategy}), batches of {decoders.batch} ({_LIMITS[decoders.limited_by]}),"
-            f" {format_seconds(decoders.step_s)} a step at {decoders.context_tokens} tokens; at most"
-            f" {decoders.sequences_at_once} sequences at once, TPOT at most {format_seconds(decoders.tpot_s)}",
+            f" ({decoders.strategy}), {decoders.utilisation:.0%} busy; at most {decoders.batch} sequences at once in"
+            " a group",
         )
     yield "requests", _workload_words(plan)
+
+
+def serving_words(plan: CapacityPlan) -> str:
+    """The cheapest fleet that prefills and decodes on the same GPUs, against the cheapest that splits them."""
+    texts = {"colocated": "on the same GPUs", "split": "on different GPUs"}
+    parts: list[str] = []
+    for serving in sorted(texts, key=lambda serving: serving != plan.first.serving):
+        fleet = plan.best_of(serving)
+        words = "no fleet meets the target"
+        if fleet is not None:
+            words = format_count(fleet.total_gpus, "GPU")
+            if fleet.total_cost_per_hour is not None:
+                words += f", {fleet.total_cost_per_hour:.4g} $/h"
+            words += f" ({fleet.describe()})"
+        parts.append(f"prefill and decoding {texts[serving]}: {words}")
+    return "; ".join(parts)
 
 
 def _interval_words(interval: FleetInterval, target_s: float) -> str:
@@ -179,7 +200,7 @@ def growth_words(plan: CapacityPlan) -> str:
         texts.append(f"{growth.times:g} times{need} {gpus}")
         need = ""
     text = "; ".join(texts)
-    if plan.first.decode is not None:
+    if plan.first.target_tpot_s is not None:
         text += " (decoding included)"
     return text
 
@@ -213,9 +234,12 @@ def _columns_of(fleets: Sequence[FleetAnswer]) -> Iterator[tuple[Column, Callabl
     Narrow screens leave out the columns of the highest ranks first.
     """
     both = ""
-    if any(fleet.decode is not None for fleet in fleets):
+    decodes = any(fleet.target_tpot_s is not None for fleet in fleets)
+    if decodes:
         both = "Prefill and decoding"
     yield Column(title="fleet"), FleetAnswer.describe
+    if decodes:
+        yield Column(title="decodes on", hint="GPUs that decode"), _decodes_on
     yield Column(title="engine"), lambda fleet: fleet.engine or "none"
     yield Column(title="GPUs", number=True, hint=both), lambda fleet: str(fleet.total_gpus)
     yield Column(title="p50", number=True, rank=3), lambda fleet: _time_cell(fleet.p50_ttft_s)
@@ -237,6 +261,14 @@ def _columns_of(fleets: Sequence[FleetAnswer]) -> Iterator[tuple[Column, Callabl
     )
     if any(fleet.cost_per_hour is not None for fleet in fleets):
         yield Column(title="$/hour", number=True, hint=both), _cost_cell
+
+
+def _decodes_on(fleet: FleetAnswer) -> str:
+    if fleet.serving == "colocated":
+        return "the same"
+    if fleet.decode is None:
+        return "none"
+    return f"{fleet.decode.replicas} × {format_count(fleet.decode.gpus_per_group, 'GPU')}"
 
 
 def _time_cell(seconds: float) -> Cell:
@@ -289,7 +321,7 @@ def figure(plan: CapacityPlan) -> Figure:
         axes.set_yticks(ticks_s, [f"{tick_s:g}" for tick_s in ticks_s])
         axes.set_yticks([], minor=True)
         axes.set_ylim(min(low_s, ticks_s[0]), max(high_s, ticks_s[-1]))
-        scope = "for prefill only" if fleet.decode is None else "prefill and decoding"
+        scope = "for prefill only" if fleet.decode is None and fleet.serving == "split" else "prefill and decoding"
         unit = "$ per hour" if priced else "GPUs"
         axes.set_xlabel(f"{unit}, {scope}", color=DIM)
         axes.set_ylabel(f"{ordinal(plan.percentile)} percentile of TTFT, s", color=DIM)
@@ -409,7 +441,7 @@ def page_data(plan: CapacityPlan) -> dict[str, Any]:
         "percentiles": list(plan.first.ttft_s),
         "priced": plan.first.cost_per_hour is not None,
         "sure": plan.request.sure,
-        "decodes": plan.first.decode is not None,
+        "decodes": plan.first.target_tpot_s is not None,
         "samples": len(plan.first.runs),
         "price_per_gpu_hour": _price_of_all(plan.tried),
         "tried": list(map(_fleet_data, plan.tried)),

@@ -1,10 +1,7 @@
-"""The fleet that decodes, and the time for which the transfer of a KV cache to this fleet keeps a group busy.
+"""The fleet that decodes what another fleet has prefilled.
 
-The fleet that decodes has tensor-parallel groups, which run one batch each. A step computes one token of each sequence
-of the batch. It reads the weights once, and the cache of each sequence. The batch of a group is the largest whose step
-is within the time per output token (TPOT) and whose caches fit next to the weights. After its first token, a sequence
-takes one TPOT per token. The fleet has room for the largest number of sequences at one time. The host issues a step at
-once, as a CUDA graph. Steps with fewer sequences, which are faster, and speculation are not modelled.
+Its groups use tensor parallelism. A sequence goes to the group with the fewest sequences when its cache has arrived,
+and decodes in the steps of that group: the loop of groups that also prefill (serving.py), without new tokens.
 """
 
 from __future__ import annotations
@@ -12,104 +9,24 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from kvrsim.errors import InputError
+from kvrsim.interp import percentile_of
 from kvrsim.io.schema import fields_to_json
-from kvrsim.memory import RUNTIME_BYTES
-from kvrsim.model.spec import ModelSpec
-from kvrsim.placement import PlacedScenario
 from kvrsim.program import Array
-from kvrsim.scenario import MAX_BATCH, Scenario
-from planner.capacity.fleet import FleetLimits
-from planner.capacity.workload import Lengths, Workload
-from planner.decode import decoding_rank, step_s
-from planner.grid import largest
+from planner.capacity.fleet import FleetLimits, FleetRun, fewest_groups
+from planner.capacity.request import Target
+from planner.capacity.serving import LateLimit, StepRequests, StepRun, run_steps
+from planner.capacity.steps import StepTimes
+from planner.capacity.times import ServiceTimes
+from planner.capacity.work import Work
 
 MEANING = (
-    "each group uses tensor parallelism and the largest batch that fits in memory and meets the TPOT at the mean"
-    " context; there are enough groups for the largest number of sequences that decode at the same time"
+    "each group uses tensor parallelism; a sequence goes to the group with the fewest sequences, and begins if its"
+    " whole cache fits; the percentage of the target applies to the TPOT, too"
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KvTransfer:
-    """Transfer of caches from the fleet that prefills to the fleet that decodes."""
-
-    bytes_per_s_a_gpu: float  # bandwidth per GPU, as given
-    mean_bytes: float  # mean size of a request's cache
-    max_bytes: float
-    mean_bytes_per_s: float | None  # mean rate of all transfers together; None: all requests arrive at once
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Transfer:
-    """Transfer of a cache from all GPUs that hold a part of it, layer by layer while later layers are computed."""
-
-    model: ModelSpec
-    bytes_per_s: float  # bandwidth of one GPU
-    element_bytes: int  # bytes of one activation value; a model may cache smaller values
-
-    def nbytes(self, context_len: Lengths) -> Array:
-        """Bytes of the cache of each context."""
-        width = self.model.cached_element_bytes(self.element_bytes)
-        mixers = (layer.mixer for layer in self.model.layers)
-        each = (mixer.cache_bytes(context_len.astype(float), width) for mixer in mixers if mixer is not None)
-        return sum(each, np.zeros(len(context_len)))
-
-    def after_s(self, context_len: Lengths, ttft_s: Array, gpus: Lengths) -> Array:
-        """Seconds from the first token until the whole cache has left a group; `gpus`: GPUs with parts of it.
-
-        The first layer's cache leaves after that layer is computed, the last layer's cache after the first token.
-        """
-        whole_s = self.nbytes(context_len) / (self.bytes_per_s * gpus)
-        prefill_s = np.where(np.isfinite(ttft_s), ttft_s, 0.0)
-        one_layer_s = np.minimum(whole_s, prefill_s) / self.model.num_hidden_layers
-        return np.asarray(np.maximum(whole_s, prefill_s) + one_layer_s - prefill_s)
-
-    def summary(self, workloads: Sequence[Workload]) -> KvTransfer:
-        """Mean and largest size, and mean rate, of the transfers of all requests."""
-        nbytes = np.concatenate([self.nbytes(workload.context_len) for workload in workloads])
-        duration_s = sum(workload.duration_s for workload in workloads)
-        return KvTransfer(
-            bytes_per_s_a_gpu=self.bytes_per_s,
-            mean_bytes=float(nbytes.mean()),
-            max_bytes=float(nbytes.max()),
-            mean_bytes_per_s=float(nbytes.sum()) / duration_s if duration_s else None,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sequences:
-    """The sequences that are decoded; arrays of shape (N,)."""
-
-    first_token_s: Array  # time of the first token; inf: never served
-    context_len: Lengths
-    output_tokens: Lengths
-
-    @property
-    def steps(self) -> Array:
-        """Decode steps of each sequence, one less than its tokens because prefill computes the first."""
-        return np.where(np.isfinite(self.first_token_s), np.maximum(0.0, self.output_tokens - 1.0), 0.0)
-
-    def most_at_once(self, tpot_s: float) -> int:
-        """The largest number of sequences that are decoded at the same time."""
-        decoded = self.steps > 0
-        begin_s = np.sort(self.first_token_s[decoded])
-        end_s = np.sort((self.first_token_s + self.steps * tpot_s)[decoded])
-        at_once = np.arange(1, len(begin_s) + 1) - np.searchsorted(end_s, begin_s, side="right")
-        return int(at_once.max(initial=0))
-
-
-def mean_context(workloads: Sequence[Sequences]) -> int:
-    """Mean context of a decode step over all workloads, tokens; at least one sequence needs a step."""
-    tokens = sum(
-        float((sequences.steps * (sequences.context_len + sequences.output_tokens / 2)).sum())
-        for sequences in workloads
-    )
-    return math.ceil(tokens / sum(float(sequences.steps.sum()) for sequences in workloads))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,13 +37,10 @@ class DecodeFleet:
     gpus_per_group: int
     replicas: int
     strategy: str
-    batch: int  # sequences per group
-    limited_by: Literal["memory", "tpot", "requests"]  # reason why the batch is not larger
-    step_s: float  # time of a step with a full batch
+    batch: int  # most sequences that a group decodes at one time
     tpot_s: float  # target of the time per output token
-    context_tokens: int  # mean context for which the batch and its step are computed
-    sequences_at_once: int  # largest number of sequences at the same time
-    tokens_per_s: float  # rate of the whole fleet with full batches
+    reached_tpot_s: float  # the requested percentile of TPOT
+    utilisation: float  # busy share of the groups, from the first sequence to the last token
     cost_per_hour: float | None  # None: no price was given
 
     def to_dict(self) -> dict[str, Any]:
@@ -134,97 +48,178 @@ class DecodeFleet:
         return fields_to_json(self) | {"meaning": MEANING}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _DecodeGroup:
-    """Groups of one size that decode, at one mean context."""
+class DecodePool:
+    """The sequences of every workload, on groups of one size that decode."""
 
-    gpus: int
-    per_rank: PlacedScenario
-    room: int  # sequences whose caches fit in memory beside the weights
-    in_time: int  # the largest batch of these whose step is within the TPOT; 0: none
+    def __init__(self, gpus: int, times: StepTimes, sequences: Sequence[StepRequests], tpot_s: float) -> None:
+        self.gpus = gpus
+        self.times = times
+        self.sequences = sequences
+        self.tpot_s = tpot_s
+        self.requests = sum(len(decoded.arrival_s) for decoded in sequences)
+        self.mean_keys = mean_keys(sequences)  # tokens of a cache in a decode step
+        self.batch = self._largest_batch()  # 0: a group cannot decode within the TPOT
+        self.load = math.inf  # mean number of busy groups, with the largest batch
+        if self.batch:
+            steps = sum(int(decoded.decode_steps.sum()) for decoded in sequences)
+            span_s = sum(float(np.ptp(decoded.arrival_s)) for decoded in sequences) + steps / self.requests * tpot_s
+            self.load = steps / self.batch * self.step_s(self.batch) / span_s
+
+    def step_s(self, batch: int) -> float:
+        """Seconds of a step of sequences of the mean context."""
+        return self.times.decoding_s(1, batch, round(batch * self.mean_keys))
+
+    def _largest_batch(self) -> int:
+        """Most sequences of the mean size whose step is within the TPOT and whose caches fit in memory."""
+        mean_bytes = float(np.concatenate([decoded.cache_bytes for decoded in self.sequences]).mean())
+        batch = min(self.times.most_sequences, int(self.times.room_bytes / mean_bytes))
+        while batch > 0 and self.step_s(batch) > self.tpot_s:
+            batch -= 1
+        return max(0, batch)
+
+    def runs(self, replicas: int, limit: LateLimit | None = None) -> list[StepRun]:
+        """The simulations of all workloads."""
+        return [run_steps(decoded, self.times, replicas, limit=limit) for decoded in self.sequences]
+
+    def late(self, replicas: int, allowed: int) -> int:
+        """Number of sequences with a longer TPOT than the target; above `allowed`, some may not be counted."""
+        limit = LateLimit(ttft_s=math.inf, tpot_s=self.tpot_s, allowed=allowed)
+        runs = self.runs(replicas, limit)
+        return sum(
+            int((~(run.tpot_s(decoded) <= self.tpot_s)).sum())
+            for decoded, run in zip(self.sequences, runs, strict=True)
+        )
 
 
 class Decoding:
-    """Sizes the fleets that decode within a TPOT. The batches of groups are kept per mean context."""
+    """Sizes the fleets that decode. The fleet that was found first is kept where it is enough for other prefills."""
 
-    def __init__(self, scenario: Scenario, limits: FleetLimits, tpot_s: float) -> None:
-        self.scenario = scenario
+    def __init__(self, times: ServiceTimes, limits: FleetLimits, target: Target, work: Work) -> None:
+        self.times = times
         self.limits = limits
-        self.tpot_s = tpot_s
-        self._groups: dict[int, list[_DecodeGroup]] = {}
-        self._step_s: dict[tuple[int, int, int], float] = {}  # key: GPUs, batch, context
+        self.target = target
+        self.work = work
+        self._found: tuple[int, int] | None = None  # GPUs per group and replicas of the last fleet found
 
-    def fleet(self, workloads: Sequence[Sequences]) -> DecodeFleet | str:
-        """The smallest or cheapest fleet that decodes each workload's sequences, or the reason why there is none.
+    def pools(self, runs: Sequence[FleetRun], sizes: Sequence[int] | None = None) -> list[DecodePool]:
+        """The sequences of these prefills on groups of each size that can decode one of them."""
+        assert self.target.tpot_s is not None
+        pools: list[DecodePool] = []
+        for size in sizes or self.limits.sizes:
+            times = self.times.steps(size)
+            if times is not None and times.room_bytes > 0:
+                sequences = [self._sequences(size, run) for run in runs]
+                if all((decoded.cache_bytes <= times.room_bytes).all() for decoded in sequences):
+                    pools.append(DecodePool(size, times, sequences, self.target.tpot_s))
+        return pools
 
-        The fleet has room for the workload with the most sequences at one time, at the mean context of all. At least
-        one sequence needs a decode step.
-        """
-        context = mean_context(workloads)
-        at_once = max(sequences.most_at_once(self.tpot_s) for sequences in workloads)
-        groups = self._groups_at(context)
-        fleets = [self._fleet(group, context, at_once) for group in groups if group.in_time]
-        if fleets:
-            return min(fleets, key=lambda one: (self.limits.cost(one.gpus_per_group) * one.replicas, one.num_gpus))
-        reason = "its cache does not fit beside the weights"
-        if groups:
-            least_s = min(self._seconds(group, 1, context) for group in groups)
-            reason = f"a step of one sequence takes at least {1e3 * least_s:.3g} ms"
-        return f"no group decodes at {1e3 * self.tpot_s:g} ms per token: {reason}"
-
-    def least_tpot_s(self, workloads: Sequence[Sequences]) -> float | None:
-        """The shortest step of one sequence at the mean context; None: no sequence fits in memory."""
-        context = mean_context(workloads)
-        return min((self._seconds(group, 1, context) for group in self._groups_at(context)), default=None)
-
-    def _groups_at(self, context: int) -> list[_DecodeGroup]:
-        """Groups of each size in whose memory a sequence fits."""
-        if context not in self._groups:
-            groups = (self._group(size, context) for size in self.limits.sizes)
-            self._groups[context] = [group for group in groups if group is not None]
-        return self._groups[context]
-
-    def _group(self, size: int, context: int) -> _DecodeGroup | None:
-        """None: the model cannot be split over these GPUs, or no sequence fits."""
-        try:
-            per_rank = decoding_rank(self.scenario, size)
-        except InputError:  # the heads are not divisible by the size, or the group would span nodes
-            return None
-        width = per_rank.request.dtype_bytes
-        free = per_rank.memory_limit.nbytes - RUNTIME_BYTES - per_rank.share.weight_bytes(width)
-        room = min(MAX_BATCH, math.floor(free / per_rank.share.cache_bytes(context, width)))
-        if room < 1:
-            return None
-        in_time = largest(lambda batch: step_s(per_rank, batch, context) <= self.tpot_s, room)
-        return _DecodeGroup(gpus=size, per_rank=per_rank, room=room, in_time=in_time)
-
-    def _seconds(self, group: _DecodeGroup, batch: int, context: int) -> float:
-        key = group.gpus, batch, context
-        if key not in self._step_s:
-            self._step_s[key] = step_s(group.per_rank, batch, context)
-        return self._step_s[key]
-
-    def _fleet(self, group: _DecodeGroup, context: int, at_once: int) -> DecodeFleet:
-        batch = min(group.in_time, at_once)
-        limited_by: Literal["memory", "tpot", "requests"] = "tpot"
-        if batch == group.room:
-            limited_by = "memory"
-        elif batch == at_once:
-            limited_by = "requests"
-        replicas = math.ceil(at_once / batch)
-        taken_s = self._seconds(group, batch, context)
-        prices = self.limits.prices
-        return DecodeFleet(
-            num_gpus=group.gpus * replicas,
-            gpus_per_group=group.gpus,
-            replicas=replicas,
-            strategy="single" if group.gpus == 1 else "tp",
-            batch=batch,
-            limited_by=limited_by,
-            step_s=taken_s,
-            tpot_s=self.tpot_s,
-            context_tokens=context,
-            sequences_at_once=at_once,
-            tokens_per_s=replicas * batch / taken_s,
-            cost_per_hour=prices[group.gpus] * group.gpus * replicas if prices else None,
+    def _sequences(self, size: int, run: FleetRun) -> StepRequests:
+        """The sequences that are decoded after the prefills of a workload, in the order of their first tokens."""
+        workload = run.workload
+        first_s = workload.arrival_s + run.ttft_s
+        decoded = np.flatnonzero(decodes(run))
+        order = decoded[np.argsort(first_s[decoded], kind="stable")]
+        return StepRequests(
+            arrival_s=first_s[order],
+            new_tokens=np.zeros(len(order), dtype=np.int64),
+            cached_prefix=workload.context_len[order],
+            decode_steps=workload.output_tokens[order] - 1,
+            cache_bytes=self.times.cache_bytes(size, workload.context_len + workload.output_tokens)[order],
         )
+
+    def fleet(self, runs: Sequence[FleetRun]) -> tuple[DecodeFleet, list[Array]] | str:
+        """The smallest or cheapest fleet that decodes within the TPOT, and the TPOTs of each workload's requests.
+
+        A text instead: why there is no such fleet. At least one request has more than one output token.
+        """
+        allowed = self.target.most_late(sum(len(run.workload) for run in runs))
+        if self._found is not None:
+            size, replicas = self._found
+            answer = self._answer(self.pools(runs, [size])[0], replicas, runs)
+            if sum(int((~(tpot_s <= answer[0].tpot_s)).sum()) for tpot_s in answer[1]) <= allowed:
+                return answer
+        pools = self.pools(runs)
+        best: tuple[float, DecodePool, int] | None = None
+        for pool in sorted(pools, key=lambda pool: self.limits.cost(pool.gpus) * pool.load):
+            cost = self.limits.cost(pool.gpus)
+            most = self.limits.max_gpus // pool.gpus
+            if best is not None:
+                most = min(most, math.ceil(best[0] / cost) - 1)
+            if not pool.batch or pool.load > most:
+                continue
+            fewest = self._fewest(pool, allowed, most)
+            if fewest is not None:
+                best = (cost * fewest, pool, fewest)
+        if best is None:
+            return self._reason(pools)
+        _, pool, replicas = best
+        self._found = (pool.gpus, replicas)
+        return self._answer(pool, replicas, runs)
+
+    def _fewest(self, pool: DecodePool, allowed: int, most: int) -> int | None:
+        def is_enough(replicas: int) -> bool:
+            self.work.simulate(pool.requests)
+            return pool.late(replicas, allowed) <= allowed
+
+        return fewest_groups(is_enough, math.ceil(pool.load), most)
+
+    def _reason(self, pools: Sequence[DecodePool]) -> str:
+        assert self.target.tpot_s is not None
+        reason = "a cache does not fit beside the weights"
+        if pools:
+            least_s = min(pool.step_s(1) for pool in pools)
+            reason = f"a step of one sequence takes at least {1e3 * least_s:.3g} ms"
+            if least_s <= self.target.tpot_s:
+                reason = f"{self.limits.max_gpus} GPUs are too few"
+        return f"no group decodes at {1e3 * self.target.tpot_s:g} ms per token: {reason}"
+
+    def least_tpot_s(self, runs: Sequence[FleetRun], num_gpus: int) -> float | None:
+        """The least requested percentile of TPOT of fleets of this number of GPUs; None: no sequence fits in memory."""
+        values_s: list[float] = []
+        for pool in self.pools(runs):
+            replicas = min(num_gpus // pool.gpus, pool.requests)
+            if replicas:
+                values_s.append(self._answer(pool, replicas, runs)[0].reached_tpot_s)
+        return min(values_s, default=None)
+
+    def _answer(self, pool: DecodePool, replicas: int, runs: Sequence[FleetRun]) -> tuple[DecodeFleet, list[Array]]:
+        assert self.target.tpot_s is not None
+        tpots_s: list[Array] = []
+        busy_s = 0.0
+        span_s = 0.0
+        batch = 0
+        for run, decoded, served in zip(runs, pool.sequences, pool.runs(replicas), strict=True):
+            tpot_s = np.zeros(len(run.workload))
+            decoded_here = np.flatnonzero(decodes(run))
+            first_s = (run.workload.arrival_s + run.ttft_s)[decoded_here]
+            tpot_s[decoded_here[np.argsort(first_s, kind="stable")]] = served.tpot_s(decoded)
+            tpots_s.append(tpot_s)
+            busy_s += served.busy_s
+            span_s += float(served.last_s.max() - decoded.arrival_s[0])
+            batch = max(batch, served.most_at_once())
+        self.work.simulate(pool.requests)
+        prices = self.limits.prices
+        fleet = DecodeFleet(
+            num_gpus=pool.gpus * replicas,
+            gpus_per_group=pool.gpus,
+            replicas=replicas,
+            strategy=pool.times.strategy,
+            batch=batch,
+            tpot_s=self.target.tpot_s,
+            reached_tpot_s=percentile_of(np.concatenate(tpots_s), self.target.percentile),
+            utilisation=busy_s / (replicas * span_s),
+            cost_per_hour=prices[pool.gpus] * pool.gpus * replicas if prices else None,
+        )
+        return fleet, tpots_s
+
+
+def decodes(run: FleetRun) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Whether each request is served and has more than one output token."""
+    return np.isfinite(run.ttft_s) & (run.workload.output_tokens > 1)
+
+
+def mean_keys(sequences: Sequence[StepRequests]) -> float:
+    """Mean tokens of a cache in a decode step; at least one sequence needs a step."""
+    steps = np.concatenate([decoded.decode_steps for decoded in sequences])
+    context = np.concatenate([decoded.new_tokens + decoded.cached_prefix for decoded in sequences])
+    return float((steps * (context + steps / 2)).sum() / steps.sum())

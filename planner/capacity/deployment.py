@@ -58,7 +58,7 @@ def fleet_deployment(plan: CapacityPlan, engine_name: str, *, model: str) -> Dep
     if len(plan.answer.groups) > 1:
         notes.append(f"a router sends each prompt to the servers of its length: {plan.request.dispatch}")
     notes += [note for one in servers for note in (*one.notes, *one.server.notes())]
-    if plan.decode_fleet is None:
+    if plan.answer.target_tpot_s is None:
         notes.append("these servers were planned to prefill only; --tpot plans the ones that decode")
     files = {name: text for one in servers for name, text in one.server.files.items()}
     return Deployment.of(servers[0].server, _strategy(plan.answer.groups[0]), dict.fromkeys(notes), scripts | files)
@@ -68,7 +68,9 @@ def _servers(
     plan: CapacityPlan, groups: tuple[GroupAnswer, ...], engine: DeployEngine, model: str
 ) -> Iterator[_Servers]:
     decoders = plan.decode_fleet
-    budget = plan.request.pack_tokens
+    budget = plan.request.budget
+    if plan.first.serving == "colocated":
+        budget = plan.request.step_budget
     longest_tokens = plan.longest_sequence
     most = plan.scenario.model.max_position_embeddings
     ends = list[str]()
@@ -86,7 +88,7 @@ def _servers(
         notes = list(ends)
         if budget is not None:
             pieces = (budget,) * -(-high // budget)
-            notes.append(f"prompts share steps of up to {budget} new tokens")
+            notes.append(f"requests share steps of up to {budget} tokens")
         elif layout.pieces == "none":
             pieces = (high,)
         elif len(pieces) > 1:
@@ -94,8 +96,11 @@ def _servers(
                 f"the pieces are for prompts of {high} new tokens; the plan has other pieces for shorter prompts"
             )
         lengths = "" if len(groups) == 1 else f", for prompts of {low} to {high} new tokens"
+        name = "serve" if plan.first.serving == "colocated" else "prefill"
+        if len(groups) > 1:
+            name += f"-{number}"
         yield _Servers(
-            name="prefill" if len(groups) == 1 else f"prefill-{number}",
+            name=name,
             server=Server(
                 engine=engine,
                 scenario=here,

@@ -11,17 +11,18 @@ largest d_i.
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush, heapreplace
+from heapq import heapreplace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrsim.program import Array
-from planner.capacity.packing import Packing, PackingRule, PartialPrompt
+from planner.capacity.serving import LateLimit, StepRequests, run_steps
+from planner.capacity.steps import StepTimes
 from planner.capacity.workload import Lengths, Workload
 
 WHOLE = "whole"  # every GPU of a group holds all weights
@@ -34,6 +35,7 @@ class GroupType(NamedTuple):
 
     gpus: int
     weights: str = WHOLE  # WHOLE, or an engine's name such as tp4 or tp2+pp4; the other GPUs split the context
+    colocated: bool = False  # whether the group also decodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +85,32 @@ class FleetLimits:
         if not self.prices:
             return None
         return sum(self.prices[group.type.gpus] * group.num_gpus for group in fleet)
+
+
+def fewest_groups(is_enough: Callable[[int], bool], start: int, most: int) -> int | None:
+    """The fewest groups that are enough, if more groups never are worse; None if `most` groups are too few.
+
+    start: the number that is tried first.
+    """
+    if most < 1:
+        return None
+    low = 0
+    high = min(most, max(1, start))
+    while not is_enough(high):
+        if high == most:
+            return None
+        low = high
+        high = min(most, max(high + 1, math.ceil(high * 1.25)))
+    middle = (low + high) // 2
+    if low == 0:
+        middle = high - 1  # the start is often the answer
+    while high - low > 1:
+        if is_enough(middle):
+            high = middle
+        else:
+            low = middle
+        middle = (low + high) // 2
+    return high
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,13 +169,15 @@ class Service:
 
     ttft_s: Array  # seconds from the start to the first token on an idle group; inf: the prompt exceeds the memory
     busy_s: Array  # seconds for which each prompt keeps a group busy before its first token (mean over the GPUs)
-    hold_s: Array  # seconds after the first token for which the transfer of the cache keeps the group busy
+    hold_s: Array  # seconds after the prefill for which the cache is sent; the group is busy if prompts run one by one
     length_class: Indices  # class of each request: its row in the tables of `overlap`
     strategies: tuple[str, ...]  # strategy of each class
     overlap: Overlap
-    new_tokens: Lengths  # lengths that determine the packing
+    new_tokens: Lengths  # lengths that fill the steps
     cached_prefix: Lengths
-    packing: Packing | None = None  # None: prompts run one by one
+    decode_steps: Lengths  # tokens that the same group decodes
+    cache_bytes: Array  # bytes of a GPU for the cache of each sequence
+    steps: StepTimes | None = None  # None: prompts run one by one
 
     @classmethod
     def plain(cls, ttft_s: Array, hold_s: Array | None = None) -> Service:
@@ -164,11 +194,27 @@ class Service:
             overlap=Overlap.whole(),
             new_tokens=np.ones_like(none),
             cached_prefix=none,
+            decode_steps=none,
+            cache_bytes=np.zeros(len(ttft_s)),
         )
+
+    @property
+    def answer_s(self) -> Array:
+        """TTFT without a queue: the prefill, and the transfer of the cache to the GPUs that decode."""
+        return self.ttft_s + self.hold_s
 
     def select(self, index: Indices) -> Service:
         """The service times of the requests with these indices."""
-        names = ("ttft_s", "busy_s", "hold_s", "length_class", "new_tokens", "cached_prefix")
+        names = (
+            "ttft_s",
+            "busy_s",
+            "hold_s",
+            "length_class",
+            "new_tokens",
+            "cached_prefix",
+            "decode_steps",
+            "cache_bytes",
+        )
         return replace(self, **{name: getattr(self, name)[index] for name in names})
 
 
@@ -193,12 +239,16 @@ class PoolRun:
     end_s: Array  # time of the first token
     group: Indices  # number of the group that served the request
     busy_s: float  # mean busy time of a group's GPUs, summed over the groups
+    tpot_s: Array | None = None  # mean time per output token after the first; 0 for one token; None: not decoded here
 
 
-def run_pool(pool: GroupPool) -> PoolRun:
-    """Serve all requests in the order of arrival, which takes about 1 µs per request; packed steps take several µs."""
-    if pool.service.packing is not None:
-        return _run_packed(pool, pool.service.packing)
+def run_pool(pool: GroupPool, limit: LateLimit | None = None) -> PoolRun:
+    """Serve all requests in the order of arrival, which takes about 1 µs per request, or several in shared steps.
+
+    limit: where requests share steps, the simulation may end as soon as too many requests are late.
+    """
+    if pool.service.steps is not None:
+        return _run_steps(pool, pool.service.steps, limit)
     if _is_equal(pool):
         return _run_equal(pool)
     service = pool.service
@@ -273,60 +323,20 @@ def _starts_s(arrival_s: Array, period_s: float) -> Array:
     return np.asarray(np.maximum.accumulate(arrival_s - shift_s) + shift_s)
 
 
-def _run_packed(pool: GroupPool, packing: Packing) -> PoolRun:
-    """Serve the requests in packed steps, event by event.
-
-    When the first stage of a group is free, its next step takes the rest of the prompt that the group has begun, then
-    prompts of the queue. A group with a begun prompt continues without the queue; idle groups wait for the queue.
-    """
+def _run_steps(pool: GroupPool, times: StepTimes, limit: LateLimit | None) -> PoolRun:
+    """Serve the requests in steps that they share."""
     service = pool.service
-    count = len(pool.arrival_s)
-    begin_s = np.full(count, np.inf)
-    end_s = np.full(count, np.inf)
-    served_by = np.zeros(count, dtype=np.int64)
-    free_s = [[-_NEVER] * packing.num_stages for _ in range(pool.replicas)]  # time at which each stage is free
-    begun: list[PartialPrompt | None] = [None] * pool.replicas
-    idle = [(-_NEVER, group) for group in range(pool.replicas)]
-    busy: list[tuple[float, int]] = []  # (time when the first stage is free, group) of each busy group
-    arrivals: list[float] = [*pool.arrival_s.tolist(), _NEVER]
-    queue = deque[int]()
-    arrived = 0
-    total_s = 0.0
-    now = -_NEVER
-    rule = PackingRule(service.new_tokens.tolist(), service.cached_prefix.tolist(), packing.budget, packing.most_tokens)
-
-    def run_step(group: int) -> None:
-        nonlocal total_s
-        pieces, begun[group] = rule.step(begun[group], queue)
-        begin_s[[piece.prompt for piece in pieces if piece.is_first]] = now
-        total_s += packing.run(free_s[group], now, pieces)
-        done = [piece.prompt for piece in pieces if piece.is_last]
-        free = free_s[group]
-        end_s[done] = free[-1]
-        served_by[done] = group
-        if hold_s := service.hold_s[done].max(initial=0.0):
-            free_s[group] = [free[-1] + hold_s] * len(free)
-        heappush(busy, (free_s[group][0], group))
-
-    def next_event() -> float:
-        """The time of the next arrival, or at which the first stage of a group is free."""
-        if not busy:
-            return max(now, arrivals[arrived])
-        return max(now, min(arrivals[arrived], busy[0][0]))
-
-    while (now := next_event()) < _NEVER:
-        while arrivals[arrived] <= now:
-            queue.append(arrived)
-            arrived += 1
-        while busy and busy[0][0] <= now:
-            ready_s, group = heappop(busy)
-            if begun[group] is None:
-                heappush(idle, (ready_s, group))
-            else:
-                run_step(group)
-        while queue and idle:
-            run_step(heappop(idle)[1])
-    return PoolRun(begin_s=begin_s, end_s=end_s, group=served_by, busy_s=total_s)
+    requests = StepRequests(
+        arrival_s=pool.arrival_s,
+        new_tokens=service.new_tokens,
+        cached_prefix=service.cached_prefix,
+        decode_steps=service.decode_steps,
+        cache_bytes=service.cache_bytes,
+    )
+    run = run_steps(requests, times, pool.replicas, limit=limit)
+    return PoolRun(
+        begin_s=run.begin_s, end_s=run.first_s, group=run.group, busy_s=run.busy_s, tpot_s=run.tpot_s(requests)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -334,17 +344,20 @@ class FleetRun:
     """Results of a workload by request; arrays of shape (N,)."""
 
     workload: Workload
-    ttft_s: Array  # TTFT with queueing; inf: never served
+    ttft_s: Array  # TTFT with queueing and the transfer of the cache; inf: never served
     begin_s: Array
     pool: Indices  # index of the group that served the request; -1: the request fits in no group's memory
     busy_gpu_s: float  # busy time of all GPUs, without waits inside a group
+    tpot_s: Array | None = None  # mean time per output token after the first; None: the fleet only prefills
 
     @property
     def horizon_s(self) -> float:
-        """Seconds from the first arrival to the last first token."""
-        arrival_s = self.workload.arrival_s
-        ends = arrival_s + self.ttft_s
-        return float(max(ends[np.isfinite(ends)].max(initial=0.0), arrival_s[-1]) - arrival_s[0])
+        """Seconds from the first arrival to the last first token or, if the groups decode, to the last token."""
+        ends_s = self.workload.arrival_s + self.ttft_s
+        if self.tpot_s is not None:
+            ends_s = ends_s + np.nan_to_num(self.tpot_s) * np.maximum(0, self.workload.output_tokens - 1)
+        last_s = ends_s[np.isfinite(ends_s)].max(initial=self.workload.arrival_s[-1])
+        return float(last_s - self.workload.arrival_s[0])
 
 
 def route(new_tokens: Lengths, services: Mapping[GroupType, Service], fleet: Fleet) -> Indices:
@@ -370,13 +383,20 @@ def run_fleet(
     ttft_s = np.full(len(workload), np.inf)
     begin_s = np.full(len(workload), np.inf)
     busy_gpu_s = 0.0
+    tpot_s = None
+    if any(group.type.colocated for group in fleet):
+        tpot_s = np.zeros(len(workload))
     for index, group in enumerate(fleet):
         mine = np.flatnonzero(pool_of == index)
         if len(mine):
             arrival_s = workload.arrival_s[mine]
             service = services[group.type].select(mine)
             run = serve(GroupPool(arrival_s=arrival_s, service=service, replicas=group.replicas))
-            ttft_s[mine] = run.end_s - arrival_s
+            ttft_s[mine] = run.end_s + service.hold_s - arrival_s
             begin_s[mine] = run.begin_s
+            if tpot_s is not None and run.tpot_s is not None:
+                tpot_s[mine] = run.tpot_s
             busy_gpu_s += run.busy_s * group.type.gpus
-    return FleetRun(workload=workload, ttft_s=ttft_s, begin_s=begin_s, pool=pool_of, busy_gpu_s=busy_gpu_s)
+    return FleetRun(
+        workload=workload, ttft_s=ttft_s, begin_s=begin_s, pool=pool_of, busy_gpu_s=busy_gpu_s, tpot_s=tpot_s
+    )

@@ -57,7 +57,7 @@ def plan_capacity(
     group size has a strategy.
     """
     begin_s = time.perf_counter()
-    packed = replace(policy or StrategyPolicy(), packs=request.pack_tokens is not None)
+    packed = replace(policy or StrategyPolicy(), packs=request.budget is not None)
     sizing = Sizing(scenario, packed, Work(pool, on_progress))
     outcome = sizing.search(request, "fleets")
     plan = _report(outcome, warnings)
@@ -103,9 +103,9 @@ class Sizing:
         stage: what the fleets are for, in reports of progress.
         """
         workloads = request.workloads()
-        if request.tpot_s is not None and workloads[0].output_tokens.max() < 2:
-            raise InputError("tpot", request.tpot_s, "with requests of more than one output token")
-        times = service_times(self.scenario, workloads, self.policy, request.pack_tokens, self._times)
+        if request.target.tpot_s is not None and workloads[0].output_tokens.max() < 2:
+            raise InputError("tpot", request.target.tpot_s, "with requests of more than one output token")
+        times = service_times(self.scenario, workloads, self.policy, request.step_budget, self._times)
         self._times = times
         is_free = self.policy.names is None and not self.policy.engines  # whether no strategies are asked for
         self.work.begin(stage)
@@ -253,14 +253,14 @@ def _report(outcome: FleetOutcome, warnings: Sequence[str]) -> CapacityPlan:
 
 
 def _alternatives(fleets: Sequence[FleetAnswer]) -> tuple[FleetAnswer, ...]:
-    """The next fleets after the first; the last of them is one that serves more requests, if some fleet does."""
+    """The next fleets after the first; the last of them serve more requests, or serve them in the other way, if any."""
     alternatives = [replace(answer, runs=()) for answer in fleets[1:]]
     shown = alternatives[:_ALTERNATIVES]
-    for answer in alternatives:
-        if answer.unserved < fleets[0].unserved:
-            if answer not in shown:
-                shown[-1] = answer
-            break
+    serves_more = (answer for answer in alternatives if answer.unserved < fleets[0].unserved)
+    other_way = (answer for answer in alternatives if answer.serving != fleets[0].serving)
+    for answer in (next(serves_more, None), next(other_way, None)):
+        if answer is not None and answer not in shown:
+            shown.append(answer)
     return tuple(shown)
 
 
@@ -286,12 +286,12 @@ def _would_meet(nearest: FleetAnswer, simulator: FleetSimulator) -> Iterator[str
     """Changed targets that the fleet meets: a longer TTFT or TPOT, a lower percentile, or shorter contexts."""
     request = simulator.request
     times = simulator.times
-    if nearest.meets:  # no fleet decodes for it
-        least_s = simulator.least_tpot_s(nearest.runs)
-        if least_s is not None and request.tpot_s is not None and least_s > request.tpot_s:
-            yield f"--tpot {math.ceil(1e4 * least_s) / 10:g}ms, with {nearest.describe()}"
-        return
     target = request.target
+    if nearest.meets:  # no fleet decodes for it
+        least_s = simulator.least_tpot_s(nearest.fleet, nearest.runs)
+        if least_s is not None and target.tpot_s is not None and least_s > target.tpot_s:
+            yield f"--tpot {math.ceil(1e4 * least_s) / 10:g}ms, with {nearest.describe()} for prefill"
+        return
     if math.isfinite(nearest.target_ttft_s):
         yield f"--slo-ttft {format_seconds(nearest.target_ttft_s * 1.01).replace(' ', '')}, with {nearest.describe()}"
     share = math.floor(1000 * nearest.in_time) / 10
@@ -338,8 +338,9 @@ def _question(largest: Scenario, request: CapacityRequest, policy: StrategyPolic
         sure=request.sure,
         requests=request.source.name,
         rate_scale=request.source.rate_scale,
-        tpot_s=request.tpot_s,
-        pack_tokens=request.pack_tokens,
+        tpot_s=request.target.tpot_s,
+        serving=request.serving,
+        max_num_batched_tokens=request.budget,
         price_per_gpu_hour=_prices_of(request.limits),
         objective=request.objective,
         group_sizes=list(request.limits.sizes),

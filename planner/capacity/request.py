@@ -5,27 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kvrsim.arguments import FleetArgs
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from kvrsim.units import format_bandwidth, parse_count, parse_number
-from planner.capacity.decode import Transfer
 from planner.capacity.fleet import FleetLimits
+from planner.capacity.steps import BUDGET
+from planner.capacity.transfer import Transfer
 from planner.capacity.workload import RequestSource, Workload
 
 _DEFAULT_MAX_GPUS = 512
 _MOST_GPUS_PER_GROUP = 64
-_MOST_PACKED = 2**17  # largest number of new tokens per packed step
+_NETWORK_BYTES_PER_S = 50e9  # per GPU, where the cluster has no network: that of nodes with 400 Gbit/s adapters
+_MOST_IN_STEP = 2**17  # largest number of tokens of a step
+Serving = Literal["split", "colocated"]  # prefill and decoding on different GPUs, or on the same
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """The target that `percentile` percent of all requests have a TTFT of at most `slo_s`."""
+    """`percentile` percent of all requests have a TTFT of at most `slo_s`, and as many a TPOT of at most `tpot_s`."""
 
     slo_s: float
     percentile: float  # at most 100, which means all requests
+    tpot_s: float | None = None  # None: decoding has no target; another fleet decodes, and is not planned
 
     def most_late(self, requests: int) -> int:
         """Number of requests that may be late."""
@@ -39,9 +43,9 @@ class CapacityRequest:
     source: RequestSource
     target: Target
     limits: FleetLimits = field(default_factory=FleetLimits)
-    tpot_s: float | None = None  # target of the fleet that decodes; None: that fleet is not planned
-    transfer: Transfer | None = None  # transfer of caches to that fleet; None: not counted
-    pack_tokens: int | None = None  # most new tokens in a step that several prompts share; None: prompts run one by one
+    transfer: Transfer | None = None  # transfer of caches to the fleet that decodes; None: not counted
+    serving: Serving | None = None  # where groups may decode; None: both are compared
+    budget: int | None = None  # most tokens of a step; None: groups that only prefill run prompts one by one
     replications: int = 5  # number of independent draws of synthetic requests
     seed: int = 0
     sure: bool = False  # whether the upper end of the prediction interval must meet the target, too
@@ -58,24 +62,32 @@ class CapacityRequest:
         return "cost" if self.limits.by_cost else "gpus"
 
     @property
-    def dispatch(self) -> str:
-        """The dispatching rule, in words."""
-        rule = "each range of lengths has its own queue, first come, first served"
-        if self.pack_tokens is None:
-            return rule
-        return f"{rule}; waiting prompts share steps of up to {self.pack_tokens} new tokens, and longer ones are cut"
+    def step_budget(self) -> int:
+        """Most tokens of a step that requests share."""
+        return self.budget or BUDGET
 
-    @property
-    def decoding(self) -> str:
-        """Describe where tokens are decoded."""
-        if self.transfer is None:
+    def dispatch(self, *, colocated: bool) -> str:
+        """The dispatching rule of a fleet, in words."""
+        if colocated:
             return (
-                "another fleet decodes: a group is free after the first token; moving the KV-cache there is not counted"
+                "a request goes to the group with the fewest requests; each step of a group computes one token of every"
+                f" sequence that decodes, then pieces of prompts, up to {self.step_budget} tokens in all"
             )
+        rule = "each range of lengths has its own queue, first come, first served"
+        if self.budget is None:
+            return rule
+        return f"{rule}; waiting prompts share steps of up to {self.budget} new tokens, and longer ones are cut"
+
+    def decoding(self, *, colocated: bool) -> str:
+        """Describe where tokens are decoded."""
+        if colocated:
+            return "the groups that prefill decode, too; a request begins if the cache of its whole sequence fits"
+        if self.transfer is None:
+            return "another fleet decodes: a group is free after the first token; the transfer of caches is not counted"
         bandwidth = format_bandwidth(self.transfer.bytes_per_s)
         return (
-            f"another fleet decodes: the KV-cache leaves layer by layer, {bandwidth} per GPU, and a group is free after"
-            " the first token and when the cache has left"
+            f"another fleet decodes: the KV-cache leaves layer by layer, {bandwidth} per GPU; TTFT ends when the cache"
+            " has arrived, and a group that prefills prompts one by one is busy until then"
         )
 
 
@@ -84,25 +96,40 @@ def make_request(fleet: FleetArgs, scenario: Scenario) -> CapacityRequest:
 
     scenario: the model, and the cluster, whose nodes determine the default group sizes.
     """
-    transfer = None
-    if fleet.kv_transfer_bandwidth is not None:
-        bytes_per_s = _positive(fleet.kv_transfer_bandwidth, "kv_transfer_bandwidth")
-        width = scenario.request.dtype_bytes
-        transfer = Transfer(model=scenario.model, bytes_per_s=bytes_per_s, element_bytes=width)
-    if fleet.pack_tokens is not None and fleet.pack_tokens > _MOST_PACKED:
-        raise InputError("pack_tokens", fleet.pack_tokens, f"at most {_MOST_PACKED} tokens a step")
+    if fleet.max_num_batched_tokens is not None and fleet.max_num_batched_tokens > _MOST_IN_STEP:
+        accepted = f"at most {_MOST_IN_STEP} tokens a step"
+        raise InputError("max_num_batched_tokens", fleet.max_num_batched_tokens, accepted)
+    tpot_s = None if fleet.tpot is None else _positive(fleet.tpot, "tpot")
+    serving: Serving | None = None
+    if fleet.colocated:
+        serving = "colocated"
+    elif tpot_s is None:
+        serving = "split"
     return CapacityRequest(
         source=RequestSource.of(fleet.requests, columns=fleet.columns, rate_scale=fleet.rate_scale),
-        target=Target(slo_s=_positive(fleet.slo_ttft, "slo_ttft"), percentile=fleet.percentile),
+        target=Target(slo_s=_positive(fleet.slo_ttft, "slo_ttft"), percentile=fleet.percentile, tpot_s=tpot_s),
         limits=_limits(fleet, scenario.cluster.gpus_per_node),
-        tpot_s=None if fleet.tpot is None else _positive(fleet.tpot, "tpot"),
-        transfer=transfer,
-        pack_tokens=fleet.pack_tokens,
+        transfer=_transfer(fleet, scenario),
+        serving=serving,
+        budget=fleet.max_num_batched_tokens,
         replications=fleet.replications,
         seed=fleet.seed,
         sure=fleet.sure,
         mixed=not fleet.uniform_only,
     )
+
+
+def _transfer(fleet: FleetArgs, scenario: Scenario) -> Transfer | None:
+    """The transfer to the fleet that decodes; None if this fleet is not planned and no bandwidth is given."""
+    if fleet.kv_transfer_bandwidth is not None:
+        bytes_per_s = _positive(fleet.kv_transfer_bandwidth, "kv_transfer_bandwidth")
+    elif fleet.tpot is None:
+        return None
+    elif scenario.cluster.network is not None:
+        bytes_per_s = scenario.cluster.network.bandwidth_bytes_per_s
+    else:
+        bytes_per_s = min(scenario.cluster.link.bandwidth_bytes_per_s, _NETWORK_BYTES_PER_S)
+    return Transfer(model=scenario.model, bytes_per_s=bytes_per_s, element_bytes=scenario.request.dtype_bytes)
 
 
 def _limits(fleet: FleetArgs, gpus_per_node: int | None) -> FleetLimits:

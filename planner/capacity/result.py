@@ -19,9 +19,10 @@ from kvrsim.results.question import Question
 from kvrsim.results.results import Viewable
 from kvrsim.scenario import Scenario
 from kvrsim.units import format_count
-from planner.capacity.decode import DecodeFleet, KvTransfer
+from planner.capacity.decode import DecodeFleet
 from planner.capacity.fleet import WHOLE, Fleet, FleetRun
-from planner.capacity.request import CapacityRequest
+from planner.capacity.request import CapacityRequest, Serving
+from planner.capacity.transfer import KvTransfer
 from planner.uncertainty.intervals import provenance
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ class Growth:
 class FleetAnswer:
     """One simulated fleet."""
 
-    num_gpus: int  # GPUs that prefill
+    num_gpus: int  # GPUs that prefill; colocated: all GPUs
+    serving: Serving  # split: other GPUs decode; colocated: the same ones
     groups: tuple[GroupAnswer, ...]
     meets: bool  # whether the fleet meets the TTFT target
     p50_ttft_s: float  # TTFT percentiles; inf: never served
@@ -131,6 +133,9 @@ class FleetAnswer:
     p99_ttft_s: float
     max_ttft_s: float
     target_ttft_s: float  # requested percentile of TTFT
+    p50_tpot_s: float | None  # percentiles of TPOT over the requests that decode; None: decoding is not simulated
+    p99_tpot_s: float | None
+    target_tpot_s: float | None  # requested percentile of TPOT
     in_time: float  # share of all requests that meet the target
     utilisation: float  # busy share of all GPUs, from the first arrival to the last first token
     goodput_per_s: float  # requests per second that meet the target
@@ -284,6 +289,13 @@ class CapacityPlan(Viewable):
         assert fleet is not None
         return fleet
 
+    def best_of(self, serving: str) -> FleetAnswer | None:
+        """The first fleet of the answers that decodes on other GPUs ("split") or on the same ("colocated")."""
+        fleets = list(self.alternatives)
+        if self.answer is not None:
+            fleets.insert(0, self.answer)
+        return next((fleet for fleet in fleets if fleet.serving == serving), None)
+
     @property
     def feasible(self) -> bool:
         """Whether some fleet meets the target and, if a TPOT is given, some fleet decodes within the TPOT."""
@@ -305,8 +317,8 @@ class CapacityPlan(Viewable):
         if self.request.source.is_random:
             meaning = MEANING_OF_DRAWN
         return {
-            "decoding": self.request.decoding,
-            "dispatch": self.request.dispatch,
+            "decoding": self.request.decoding(colocated=self.first.serving == "colocated"),
+            "dispatch": self.request.dispatch(colocated=self.first.serving == "colocated"),
             "interval_meaning": meaning,
             "provenance": provenance(self.scenario),
         }

@@ -25,7 +25,7 @@ from kvrsim.interp import percentile_of
 from kvrsim.program import Array
 from kvrsim.strategies import Strategy, get_strategy
 from planner.candidates import Candidate, Search, execution_of
-from planner.capacity.decode import DecodeFleet, Decoding, Sequences
+from planner.capacity.decode import Decoding, decodes
 from planner.capacity.fleet import (
     Fleet,
     FleetRun,
@@ -34,6 +34,7 @@ from planner.capacity.fleet import (
     GroupType,
     Indices,
     Service,
+    fewest_groups,
     gpus_of,
     route,
     run_fleet,
@@ -49,6 +50,7 @@ from planner.capacity.result import (
     replications_interval,
     trace_interval,
 )
+from planner.capacity.serving import LateLimit
 from planner.capacity.times import ServiceTimes
 from planner.capacity.work import MANY, Work
 from planner.capacity.workload import Workload
@@ -61,9 +63,9 @@ _OPTIONS = 3  # most numbers of groups tried above the least one of a bucket: 10
 _SAFE_LOAD = 0.9  # factor on the mean number of busy groups for a lower bound, since a trace may end with a backlog
 _REFINED = 3  # number of two-bucket designs with a finer search
 _FINER = (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)  # exponents of 2: ratios of nearby cuts to a cut
-_FINALISTS = 6  # most designs that are simulated with fewer and more groups
+_FINALISTS = 3  # most designs that are simulated with fewer and more groups
 _FINALISTS_OF_MANY = 2  # the same where there are more than MANY requests
-_SCALES = (0.8, 0.9, 1.0, 1.15, 1.3, 1.6, 2.0, 3.0, 4.0)  # factors on the numbers of replicas that meet the target
+_SCALES = (0.8, 1.0, 1.25, 1.6, 2.0, 3.0)  # factors on the numbers of replicas that meet the target
 _BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas, if no fleet meets the target
 
 
@@ -80,23 +82,36 @@ class Bucket:
         self.late_alone = 0  # number of requests that would be late even without a queue
         busy_s = 0.0
         for service, mine in zip(services, members, strict=True):
-            self.late_alone += int((service.ttft_s[mine] > slo_s).sum())
-            busy_s += float((service.busy_s[mine] + service.hold_s[mine]).sum())
+            self.late_alone += int((service.answer_s[mine] > slo_s).sum())
+            busy_s += float(service.busy_s[mine].sum())
+            if service.steps is None:
+                busy_s += float(service.hold_s[mine].sum())
         # Average number of busy groups, if all work ends by the deadline of the last request.
         self.load = busy_s / sum(workload.duration_s + slo_s for workload in simulator.workloads)
         self._late: dict[int, int] = {}
 
     def late(self, replicas: int) -> int:
-        """Number of late requests with that many groups."""
+        """Number of late requests with that many groups; if more are late than may be, only some may be counted.
+
+        Of groups that also decode, it is the larger of the numbers with a late first token and with a long TPOT.
+        """
         if replicas not in self._late:
             simulator = self.simulator
-            self._late[replicas] = 0
+            target = simulator.target
+            late_first = 0
+            late_tokens = 0
             services = simulator.services(self.group.type)
             for workload, service, mine in zip(simulator.workloads, services, self.members, strict=True):
-                if len(mine):
-                    arrival_s = workload.arrival_s[mine]
-                    pool = GroupPool(arrival_s=arrival_s, service=service.select(mine), replicas=replicas)
-                    self._late[replicas] += int((run_pool(pool).end_s - arrival_s > simulator.target.slo_s).sum())
+                if not len(mine):
+                    continue
+                arrival_s = workload.arrival_s[mine]
+                selected = service.select(mine)
+                pool = GroupPool(arrival_s=arrival_s, service=selected, replicas=replicas)
+                run = run_pool(pool, simulator.limit)
+                late_first += int((run.end_s + selected.hold_s - arrival_s > target.slo_s).sum())
+                if run.tpot_s is not None and target.tpot_s is not None:
+                    late_tokens += int((~(run.tpot_s <= target.tpot_s)).sum())
+            self._late[replicas] = max(late_first, late_tokens)
             simulator.work.simulate(self.requests)
         return self._late[replicas]
 
@@ -115,9 +130,11 @@ class FleetSimulator:
         self.requests = sum(map(len, workloads))
         self.allowed = self.target.most_late(self.requests)  # requests of all workloads together that may be late
         self.work = work or Work()
+        # A simulation of shared steps may end as soon as more requests are late.
+        self.limit = LateLimit(ttft_s=request.target.slo_s, tpot_s=request.target.tpot_s, allowed=self.allowed)
         self.decoding = None
-        if request.tpot_s is not None:
-            self.decoding = Decoding(times.scenario, request.limits, request.tpot_s)
+        if request.target.tpot_s is not None:
+            self.decoding = Decoding(times, request.limits, request.target, self.work)
         self._services: dict[GroupType, list[Service]] = {}
         self._buckets: dict[Fleet, Bucket] = {}
 
@@ -164,8 +181,8 @@ class FleetSimulator:
         return all(np.isfinite(service.ttft_s).all() for service in self.services(group))
 
     def ttft_alone_s(self, group: GroupType) -> Array:
-        """TTFTs of the requests of all workloads, without queueing."""
-        return np.concatenate([service.ttft_s for service in self.services(group)])
+        """TTFTs of the requests of all workloads, without queueing, with the transfer of the caches."""
+        return np.concatenate([service.answer_s for service in self.services(group)])
 
     def runs(self, fleet: Fleet) -> list[FleetRun]:
         """Simulations of a whole fleet, one per workload."""
@@ -182,27 +199,46 @@ class FleetSimulator:
     def answer(self, fleet: Fleet) -> FleetAnswer:
         """Simulate a fleet on every workload, with its interval if the interval must meet the target."""
         runs = self.runs(fleet)
+        horizon_s = sum(run.horizon_s for run in runs)
         target = self.target
         ttft_s = np.concatenate([run.ttft_s for run in runs])
         in_time = int((ttft_s <= target.slo_s).sum())
         meets = len(ttft_s) - in_time <= self.allowed
+        decode = None
+        no_decode = None
+        colocated = fleet[0].type.colocated
+        if self.decoding is not None and not colocated and any(decodes(run).any() for run in runs):
+            found = self.decoding.fleet(runs)
+            if isinstance(found, str):
+                no_decode = found
+            else:
+                decode, tpots_s = found
+                runs = [replace(run, tpot_s=tpot_s) for run, tpot_s in zip(runs, tpots_s, strict=True)]
+        tpot_s = tpot_of(runs)
+        if colocated and target.tpot_s is not None and tpot_s is not None:
+            meets = meets and int((~(tpot_s <= target.tpot_s)).sum()) <= self.allowed
+        if decode is not None and gpus_of(fleet) + decode.num_gpus > self.limits.max_gpus:
+            no_decode = (
+                f"prefill takes {gpus_of(fleet)} and decoding {decode.num_gpus} GPUs, more than the"
+                f" {self.limits.max_gpus} allowed"
+            )
+            decode = None
         interval = None
         if self.request.sure:
             interval = self.interval(fleet, runs)
             meets = meets and interval is not None and interval.safe
-        horizon_s = sum(run.horizon_s for run in runs)
         utilisation = 0.0
         goodput_per_s = 0.0
         if horizon_s:
             utilisation = sum(run.busy_gpu_s for run in runs) / (gpus_of(fleet) * horizon_s)
             goodput_per_s = in_time / horizon_s
-        decoders = self.decoders(fleet, runs)
         served = [run.workload.context_len[np.isfinite(run.ttft_s)] for run in runs]
         by_percentile = {
             percent: percentile_of(ttft_s, percent) for percent in sorted({*_PERCENTILES, target.percentile})
         }
         return FleetAnswer(
             num_gpus=gpus_of(fleet),
+            serving="colocated" if colocated else "split",
             groups=tuple(self._group(group, index, runs) for index, group in enumerate(fleet)),
             meets=meets,
             p50_ttft_s=by_percentile[50],
@@ -210,6 +246,9 @@ class FleetSimulator:
             p99_ttft_s=by_percentile[99],
             max_ttft_s=by_percentile[100],
             target_ttft_s=by_percentile[target.percentile],
+            p50_tpot_s=None if tpot_s is None else percentile_of(tpot_s, 50),
+            p99_tpot_s=None if tpot_s is None else percentile_of(tpot_s, 99),
+            target_tpot_s=None if tpot_s is None else percentile_of(tpot_s, target.percentile),
             in_time=in_time / len(ttft_s),
             utilisation=utilisation,
             goodput_per_s=goodput_per_s,
@@ -219,8 +258,8 @@ class FleetSimulator:
             longest_served=int(np.concatenate(served).max(initial=0)) or None,
             p50_kv_transfer_s=self._transfer_s(fleet, runs, 50),
             p99_kv_transfer_s=self._transfer_s(fleet, runs, 99),
-            decode=decoders if isinstance(decoders, DecodeFleet) else None,
-            no_decode=decoders if isinstance(decoders, str) else None,
+            decode=decode,
+            no_decode=no_decode,
             interval=interval,
             ttft_s=by_percentile,
             fleet=fleet,
@@ -277,30 +316,15 @@ class FleetSimulator:
         strategy = by_name.get(name) or get_strategy(name)
         return Search(options=SearchArgs(method="analytical")).candidate(execution_of(here, strategy))
 
-    def decoders(self, fleet: Fleet, runs: Sequence[FleetRun]) -> DecodeFleet | str | None:
-        """The fleet that decodes the requests of a fleet, or why there is none; None if not requested."""
+    def least_tpot_s(self, fleet: Fleet, runs: Sequence[FleetRun]) -> float | None:
+        """The requested percentile of TPOT with as many GPUs that decode as the limits allow; None: none can decode."""
         if self.decoding is None:
             return None
-        sequences = _sequences(runs)
-        if not any(decoded.steps.any() for decoded in sequences):
-            return None
-        decoders = self.decoding.fleet(sequences)
-        if isinstance(decoders, DecodeFleet) and gpus_of(fleet) + decoders.num_gpus > self.limits.max_gpus:
-            return (
-                f"prefill takes {gpus_of(fleet)} and decoding {decoders.num_gpus} GPUs, more than the"
-                f" {self.limits.max_gpus} allowed"
-            )
-        return decoders
-
-    def least_tpot_s(self, runs: Sequence[FleetRun]) -> float | None:
-        """The shortest decode step of any group; None if no decode fleet is requested or no group fits."""
-        if self.decoding is None:
-            return None
-        return self.decoding.least_tpot_s(_sequences(runs))
+        return self.decoding.least_tpot_s(runs, self.limits.max_gpus - gpus_of(fleet))
 
     def _transfer_s(self, fleet: Fleet, runs: Sequence[FleetRun], percentile: float) -> float | None:
         """Percentile of the time from the first token until the cache has left the group, over the served requests."""
-        if self.request.transfer is None:
+        if self.request.transfer is None or fleet[0].type.colocated:
             return None
         parts = list[Array]()
         for index, group in enumerate(fleet):
@@ -358,7 +382,14 @@ class FleetSearch:
         self.limits = simulator.limits
         self.work = simulator.work
         self.longest = max(int(workload.new_tokens.max()) for workload in simulator.workloads)
-        self.types = list(itertools.chain.from_iterable(map(simulator.times.types, self.limits.sizes)))
+        serving = simulator.request.serving
+        self.types: list[GroupType] = []  # types of groups that only prefill
+        if serving != "colocated":
+            self.types = list(itertools.chain.from_iterable(map(simulator.times.types, self.limits.sizes)))
+        self.colocated: list[GroupType] = []  # types of groups that also decode; they serve all lengths
+        if serving != "split":
+            found = map(simulator.times.colocated, self.limits.sizes)
+            self.colocated = [group for group in found if group is not None]
         self._simulated = set[Fleet]()  # designs
 
     def all_fits(self, stretch: Workload | None = None) -> list[FleetFit]:
@@ -366,13 +397,17 @@ class FleetSearch:
 
         stretch: part of the requests on which mixed designs are searched first; None: search on all requests.
         """
-        fits = self.fits(self.uniform())
-        if not self.simulator.request.mixed or self.work.is_late:
+        together = self.fits(self.uniform(self.colocated))
+        return [*together, *self._split_fits(stretch)]
+
+    def _split_fits(self, stretch: Workload | None) -> list[FleetFit]:
+        fits = self.fits(self.uniform(self.types))
+        if not self.simulator.request.mixed or not self.types or self.work.is_late:
             return fits
         if stretch is None:
             return _best_of_sizes(self.mixed(fits))
         part = FleetSearch(self.simulator.on([stretch]))
-        finalists = _best_of_sizes(part.mixed(part.fits(part.uniform())))
+        finalists = _best_of_sizes(part.mixed(part.fits(part.uniform(part.types))))
         mixed = [fit.design for fit in finalists if len(fit.design) > 1]
         designs = list[Fleet]()
         for design in mixed[:_FINALISTS_OF_MANY]:
@@ -380,13 +415,14 @@ class FleetSearch:
             designs.append((*others, replace(last, most_new=max(last.most_new, self.longest))))
         return _best_of_sizes(self.fits(designs, fits))
 
-    def uniform(self) -> list[Fleet]:
+    def uniform(self, types: Iterable[GroupType]) -> list[Fleet]:
         """Designs of a single bucket, one per type of group."""
-        return [self._design((group,), ()) for group in self.types]
+        return [self._design((group,), ()) for group in types]
 
     def largest(self) -> list[Fleet]:
         """The largest uniform fleet of each type of group within the limits."""
-        return [(group.of(self.limits.max_gpus // group.type.gpus),) for (group,) in self.uniform()]
+        designs = self.uniform([*self.types, *self.colocated])
+        return [(group.of(self.limits.max_gpus // group.type.gpus),) for (group,) in designs]
 
     def fits(self, designs: Sequence[Fleet], earlier: Sequence[FleetFit] = ()) -> list[FleetFit]:
         """The earlier fits and the fits of designs that meet the target at no higher cost, best first."""
@@ -436,22 +472,7 @@ class FleetSearch:
         """Return the fewest groups with at most `allowed` late requests; None if `most` groups are too few."""
         if not bucket.requests:
             return 0
-        if most < 1:
-            return None
-        low = 0
-        high = min(most, max(1, math.ceil(bucket.load)))
-        while bucket.late(high) > allowed:
-            if high == most:
-                return None
-            low = high
-            high = min(most, max(high + 1, math.ceil(high * 1.25)))
-        while high - low > 1 and not self.work.is_late:
-            middle = (low + high) // 2
-            if bucket.late(middle) <= allowed:
-                high = middle
-            else:
-                low = middle
-        return high
+        return fewest_groups(lambda replicas: bucket.late(replicas) <= allowed, math.ceil(bucket.load), most)
 
     def answers(self, fits: Sequence[FleetFit]) -> list[FleetAnswer]:
         """The fleets of the fits that meet the target, best first: those with a fleet that decodes, by total cost."""
@@ -525,7 +546,7 @@ class FleetSearch:
     def infeasible(self, fits: Sequence[FleetFit]) -> list[Infeasible]:
         """Group sizes whose uniform fleets miss the target, and the reason for the type with fewest late requests."""
         nearest: dict[int, tuple[int, GpuGroup]] = {}
-        for design, (group,) in zip(self.uniform(), self.largest(), strict=True):
+        for design, (group,) in zip(self.uniform([*self.types, *self.colocated]), self.largest(), strict=True):
             if design not in self._simulated:
                 continue
             late = int((self.simulator.ttft_alone_s(group.type) > self.simulator.target.slo_s).sum())
@@ -651,16 +672,15 @@ class FleetSearch:
         return sorted(usable)
 
 
-def _sequences(runs: Sequence[FleetRun]) -> list[Sequences]:
-    """The sequences that are decoded after the prefills of each workload."""
-    return [
-        Sequences(
-            first_token_s=run.workload.arrival_s + run.ttft_s,
-            context_len=run.workload.context_len,
-            output_tokens=run.workload.output_tokens,
-        )
-        for run in runs
-    ]
+def tpot_of(runs: Sequence[FleetRun]) -> Array | None:
+    """TPOT of each request with more than one output token; None: the fleet does not decode, or no request has any."""
+    parts: list[Array] = []
+    for run in runs:
+        if run.tpot_s is not None:
+            parts.append(run.tpot_s[decodes(run)])
+    if not parts or not sum(map(len, parts)):
+        return None
+    return np.concatenate(parts)
 
 
 def _high_s(answer: FleetAnswer) -> float:

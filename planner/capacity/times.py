@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,9 +33,9 @@ from kvrsim.scenario import Partition, Request, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, hybrid_names, usual_names
 from kvrsim.strategies.pipeline import context_ranks
 from planner.candidates import all_for, distinct, group_sizes
-from planner.capacity.decode import Transfer
 from planner.capacity.fleet import WHOLE, GroupType, Overlap, Service
-from planner.capacity.packing import ACCEPTED, Packing, takes_steps
+from planner.capacity.steps import ACCEPTED, BUDGET, StepTimes, takes_steps
+from planner.capacity.transfer import Transfer, cache_bytes
 from planner.capacity.work import Work
 from planner.capacity.workload import Lengths, Workload
 from planner.deploy_engines import DeployEngine, engines_with
@@ -84,7 +85,7 @@ class StrategyPolicy:
                 continue
             strategy = get_strategy(name, "strategies")
             if self.packs and not takes_steps(strategy):
-                raise InputError("strategies", strategy.name, f"with `pack_tokens`, {ACCEPTED}")
+                raise InputError("strategies", strategy.name, f"with `max_num_batched_tokens`, {ACCEPTED}")
             if strategy.partition_rule == "table":
                 raise InputError("strategies", strategy.name, "strategies that need no table")
 
@@ -512,10 +513,15 @@ class GridPoints:
 class ServiceTimes:
     """Times of one scenario's groups, for the lengths of a workload; computed on first use."""
 
-    def __init__(self, scenario: Scenario, points: GridPoints, policy: StrategyPolicy) -> None:
+    def __init__(
+        self, scenario: Scenario, points: GridPoints, policy: StrategyPolicy, budget: int = BUDGET, longest: int = 2**17
+    ) -> None:
         self.scenario = scenario
         self.points = points
         self.policy = policy
+        self.budget = budget  # most tokens of a step that requests share
+        self.longest = longest  # tokens of the longest sequence in steps that requests share
+        self._steps: dict[int, StepTimes | None] = {}  # by GPUs of a group
         self.lengths = np.array(points.lengths, dtype=np.int64)
         self.prefixes = points.prefixes
         self._grids: dict[GroupType, tuple[TimeGrid, ...]] = {}
@@ -540,6 +546,63 @@ class ServiceTimes:
         types = [GroupType(num_gpus, weights) for weights in self.layouts(num_gpus)]
         fitting = tuple(group for group in types if self.most_tokens(group))
         return fitting or tuple(types[-1:])
+
+    def colocated(self, num_gpus: int) -> GroupType | None:
+        """The type of groups of this size that also decode; None: no strategy takes steps, or no cache fits."""
+        times = self.steps(num_gpus)
+        if times is None or times.room_bytes <= 0:
+            return None
+        return GroupType(num_gpus, WHOLE if num_gpus == 1 else f"tp{num_gpus}", colocated=True)
+
+    def steps(self, num_gpus: int) -> StepTimes | None:
+        """Durations of the steps that requests share on one GPU or with tensor parallelism; None: it cannot run."""
+        if num_gpus not in self._steps:
+            self._steps[num_gpus] = None
+            strategy = get_strategy("single" if num_gpus == 1 else "tp")
+            with suppress(InputError):  # the heads are not divisible by the size, or the group would span nodes
+                execution = place(self._for_steps(num_gpus), strategy)
+                self._steps[num_gpus] = StepTimes.of(execution, self.budget, self.longest)
+        return self._steps[num_gpus]
+
+    def _for_steps(self, num_gpus: int) -> Scenario:
+        """The scenario of steps, at the clock frequency of the longest prompt."""
+        request = Request(context_len=self.points.longest_new, dtype=self.scenario.request.dtype)
+        return replace(self.scenario.on_gpus(num_gpus), request=request)
+
+    def cache_bytes(self, num_gpus: int, tokens: Lengths) -> Array:
+        """Bytes of a GPU for the caches of these numbers of tokens, in a group that takes steps."""
+        strategy = get_strategy("single" if num_gpus == 1 else "tp")
+        share = place(self._for_steps(num_gpus), strategy).placed.share
+        return cache_bytes(share, tokens, self.scenario.request.dtype_bytes)
+
+    def step_seconds(self, group: GroupType, new_tokens: Lengths, cached_prefix: Lengths, nbytes: Array) -> Array:
+        """TTFT of each prompt alone in the steps of a group, seconds; inf where its cache exceeds the memory."""
+        times = self.steps(group.gpus)
+        assert times is not None
+        return np.where(nbytes <= times.room_bytes, times.alone_s(new_tokens, cached_prefix), np.inf)
+
+    def step_service(self, group: GroupType, workload: Workload, transfer: Transfer | None) -> Service:
+        """Service times of a workload on groups that take steps."""
+        times = self.steps(group.gpus)
+        assert times is not None
+        decode_steps = np.zeros_like(workload.output_tokens)
+        tokens = workload.context_len
+        if group.colocated:
+            decode_steps = np.maximum(0, workload.output_tokens - 1)
+            tokens = workload.context_len + workload.output_tokens
+            transfer = None
+        nbytes = self.cache_bytes(group.gpus, tokens)
+        ttft_s = self.step_seconds(group, workload.new_tokens, workload.cached_prefix, nbytes)
+        return replace(
+            Service.plain(ttft_s, _hold_s(transfer, workload, ttft_s, np.full(len(workload), group.gpus))),
+            busy_s=times.least_s(workload.new_tokens, workload.cached_prefix, decode_steps),
+            strategies=(times.strategy,),
+            new_tokens=workload.new_tokens,
+            cached_prefix=workload.cached_prefix,
+            decode_steps=decode_steps,
+            cache_bytes=nbytes,
+            steps=times,
+        )
 
     def most_tokens(self, group: GroupType) -> float:
         """The most new tokens that fit in the memory of this type of group without a cached prefix; 0: none."""
@@ -641,6 +704,8 @@ class ServiceTimes:
         two simulated lengths and two simulated prefixes; its finish is the latest, and its slack the least, of the
         points around it.
         """
+        if group.colocated:
+            return self.step_service(group, workload, transfer)
         new = workload.new_tokens
         prefix = workload.cached_prefix
         grids = self.grids(group)
@@ -671,6 +736,8 @@ class ServiceTimes:
             overlap=overlap,
             new_tokens=new,
             cached_prefix=prefix,
+            decode_steps=np.zeros_like(new),
+            cache_bytes=np.zeros(len(new)),
         )
 
 
@@ -690,74 +757,50 @@ def _by_class(values: Array) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(row) for row in values.reshape(-1, values.shape[-1]).tolist())
 
 
-class PackedTimes(ServiceTimes):
-    """Times of packed steps of at most `pack_tokens` new tokens, at the clock frequency of the longest prompt."""
-
-    def __init__(self, scenario: Scenario, points: GridPoints, policy: StrategyPolicy, pack_tokens: int) -> None:
-        super().__init__(scenario, points, policy)
-        self.pack_tokens = pack_tokens
-        self.longest = points.longest_new + points.longest_prefix  # tokens of the longest context
-        self._packings: dict[GroupType, Packing] = {}
+class StepServiceTimes(ServiceTimes):
+    """Times where groups that only prefill share steps, too; they run one strategy."""
 
     def is_for(self, points: GridPoints) -> bool:
         """Whether these service times equal those for other requests, which need these points."""
         return (self.points.longest_new, self.points.longest_prefix) == (points.longest_new, points.longest_prefix)
 
     def most_tokens(self, group: GroupType) -> float:
-        """The most tokens that all prompts of a step may have in memory; 0: none."""
-        return self.packing(group).most_tokens
+        """Tokens of the longest sequence if caches fit in memory; 0: none."""
+        times = self.steps(group.gpus)
+        return 0 if times is None or times.room_bytes <= 0 else self.longest
 
     def fill(self, sizes: Sequence[int], work: Work) -> None:
-        """Simulate nothing: costs of steps are tabulated on first use, in this process."""
-
-    def packing(self, group: GroupType) -> Packing:
-        """The durations of steps on groups of this type."""
-        if group not in self._packings:
-            request = Request(context_len=self.points.longest_new, dtype=self.scenario.request.dtype)
-            strategy = self._strategies(group)[0]
-            execution = place(replace(self.scenario.on_gpus(group.gpus), request=request), strategy)
-            self._packings[group] = Packing(execution, self.pack_tokens, self.longest)
-        return self._packings[group]
+        """Simulate nothing: the durations of steps are tabulated on first use."""
 
     def seconds(self, group: GroupType, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
         """TTFT of each prompt alone on a group, seconds; inf where the context does not fit in its memory."""
-        packing = self.packing(group)
-        seconds = _per_prompt(packing.alone_s, new_tokens, cached_prefix)
-        return np.where(new_tokens + cached_prefix <= packing.most_tokens, seconds, np.inf)
+        nbytes = self.cache_bytes(group.gpus, new_tokens + cached_prefix)
+        return self.step_seconds(group, new_tokens, cached_prefix, nbytes)
 
     def service(self, group: GroupType, workload: Workload, transfer: Transfer | None = None) -> Service:
         """Service times of a workload on groups of this type; `transfer` moves the KV caches away."""
-        packing = self.packing(group)
-        new = workload.new_tokens
-        prefix = workload.cached_prefix
-        ttft_s = self.seconds(group, new, prefix)
-        return replace(
-            Service.plain(ttft_s, _hold_s(transfer, workload, ttft_s, np.full(len(new), group.gpus))),
-            busy_s=_per_prompt(packing.least_s, new, prefix),
-            strategies=(packing.strategy,),
-            new_tokens=new,
-            cached_prefix=prefix,
-            packing=packing,
-        )
+        return self.step_service(group, workload, transfer)
 
 
 def service_times(
     scenario: Scenario,
     workloads: Sequence[Workload],
     policy: StrategyPolicy,
-    pack: int | None = None,
+    budget: int = BUDGET,
     earlier: ServiceTimes | None = None,
 ) -> ServiceTimes:
-    """Service times for all workloads; `pack`: most new tokens of a packed step; None: prompts run one by one.
+    """Service times for all workloads; budget: most tokens of a step that requests share.
 
     earlier: service times of the same scenario for other workloads, whose simulations are used where the grid is equal.
     """
     points = GridPoints.of(workloads)
-    if earlier is not None and earlier.is_for(points):
+    longest = max(int((workload.context_len + workload.output_tokens).max()) for workload in workloads)
+    longest = _power_above(longest)  # so that growing traffic, with a few longer requests, has the same tables
+    if earlier is not None and earlier.is_for(points) and earlier.longest == longest:
         return earlier.under(policy)
-    if pack is None:
-        return ServiceTimes(scenario, points, policy)
-    return PackedTimes(scenario, points, policy, pack)
+    if policy.packs:
+        return StepServiceTimes(scenario, points, policy, budget, longest)
+    return ServiceTimes(scenario, points, policy, budget, longest)
 
 
 def simulated_lengths(least: int, most: int) -> Lengths:
@@ -807,10 +850,3 @@ def _hold_s(transfer: Transfer | None, workload: Workload, ttft_s: Array, gpus: 
     if transfer is None:
         return np.zeros(len(workload))
     return transfer.after_s(workload.context_len, ttft_s, gpus)
-
-
-def _per_prompt(seconds: Callable[[int, int], float], new_tokens: Lengths, cached_prefix: Lengths) -> Array:
-    """Seconds of each prompt; equal prompts are computed once."""
-    pairs, places = np.unique(np.stack([new_tokens, cached_prefix]), axis=1, return_inverse=True)
-    seconds_of_pairs = [seconds(new, prefix) for new, prefix in zip(*pairs.tolist(), strict=True)]
-    return np.array(seconds_of_pairs)[places.reshape(-1)]

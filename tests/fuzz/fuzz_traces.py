@@ -33,7 +33,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "strategies": (None, ("single", "tsp", "kvr-s"), ("tp",), ("tp", "pp"), ("single", "tp", "tp2+pp")),
     "group_sizes": ("1", "2", "1,2", "2,4", "1,8"),
     "tpot": (None, "10ms", "50ms"),
-    "pack_tokens": (None, None, None, "2k", "8k"),
+    "max_num_batched_tokens": (None, None, None, "2k", "8k"),
     "kv_transfer_bandwidth": (None, None, "10GB/s"),
     "price_per_gpu_hour": (None, 2.0),
     "objective": ("gpus",),
@@ -121,7 +121,7 @@ def contradictions(plan: CapacityPlan) -> Iterator[str]:
         yield f"an answer that serves {fleet.served_share:.2%}"
     if plan.request.sure and not fleet.is_safe:
         yield "a sure answer that is not safe"
-    if (plan.request.tpot_s is None) != (fleet.decode is None):
+    if fleet.serving == "split" and (target.tpot_s is None) != (fleet.decode is None):
         yield "decoding is asked for and planned, or neither"
     groups = [*fleet.groups, *([fleet.decode] if fleet.decode else [])]
     gpus = sum(group.gpus_per_group * group.replicas for group in groups)

@@ -47,8 +47,8 @@ def capacity(
     """Find the smallest or cheapest fleet for a TTFT target.
 
     The answer includes the rule that assigns prompts to groups. If no fleet meets the target, the exit code is 1, and
-    the nearest miss and the reasons are printed. Prefill and decoding run on different GPUs; TTFT does not include the
-    transfer of the KV cache between them.
+    the nearest miss and the reasons are printed. With --tpot, fleets that prefill and decode on the same GPUs are
+    compared with fleets that split them; the TTFT of the latter includes the transfer of the KV cache.
 
     Example: kvrsim capacity --requests synthetic:poisson,rate=4 --slo-ttft 2s llama-3.1-8b 8xh100
     """
@@ -82,6 +82,8 @@ def capacity(
 _SHOWN = 6  # number of fleets shown
 _FIRST = (
     "interval:",
+    "TPOT:",
+    "split or not:",
     "engines:",
     "traffic:",
     "serves more:",

@@ -53,6 +53,8 @@ def pools(draw: st.DrawFn) -> GroupPool:
         overlap=overlap,
         new_tokens=np.array(column(st.integers(1, 10)), dtype=np.int64),
         cached_prefix=np.array(column(st.integers(0, 8)), dtype=np.int64),
+        decode_steps=np.zeros(count, dtype=np.int64),
+        cache_bytes=np.zeros(count),
     )
     return GroupPool(
         arrival_s=np.sort(np.array(column(st.integers(0, 80).map(lambda number: number / 4)))),

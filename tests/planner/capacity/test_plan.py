@@ -99,10 +99,10 @@ def test_contexts_that_fit_in_no_memory_count_as_late(capsys: pytest.CaptureFixt
     assert any("60000 tokens exceed the max_position_embeddings" in note for note in result["warnings"])
 
 
-def test_packs_of_short_prompts_take_no_more_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_prompts_that_share_steps_take_fewer_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     short = "synthetic:poisson,rate=30,requests=800,context=lognormal:200:0.5,max=1k"
     options = ("--requests", short, "--slo-ttft", "1s", "--uniform-only", *FEW)
-    alone, packed = answer(capsys, *options), answer(capsys, *options, "--pack-tokens", "1k")
+    alone, packed = answer(capsys, *options), answer(capsys, *options, "--max-num-batched-tokens", "1k")
     assert packed["answer"]["num_gpus"] < alone["answer"]["num_gpus"]
     assert "share steps of up to 1024" in packed["dispatch"]
 

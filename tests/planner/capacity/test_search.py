@@ -51,8 +51,8 @@ def meets(simulated: FleetSimulator, fit: FleetFit) -> bool:
 def test_uniform_fleets_are_the_smallest(workload: Workload, times: ServiceTimes, slo_s: float) -> None:
     simulated = simulator([workload], times, slo_s)
     search = FleetSearch(simulated)
-    fits = {fit.sizes[0]: fit for fit in search.fits(search.uniform())}
-    for design in search.uniform():
+    fits = {fit.sizes[0]: fit for fit in search.fits(search.uniform(search.types))}
+    for design in search.uniform(search.types):
         size = design[0].type.gpus
         numbers = range(1, 1 + LIMITS.max_gpus // size)
         first = next((n for n in numbers if simulated.buckets(design)[0].late(n) <= simulated.allowed), None)
@@ -64,7 +64,7 @@ def test_uniform_fleets_are_the_smallest(workload: Workload, times: ServiceTimes
 def test_mixed_fleets_meet_the_target_and_are_no_dearer(workload: Workload, times: ServiceTimes) -> None:
     simulated = simulator([workload], times, 1.0)
     search = FleetSearch(simulated)
-    uniform = search.fits(search.uniform())
+    uniform = search.fits(search.uniform(search.types))
     fits = search.mixed(uniform)
     assert fits[0].cost <= uniform[0].cost
     assert [fit.cost for fit in fits] == sorted(fit.cost for fit in fits)
@@ -96,7 +96,7 @@ def test_no_cheaper_split_of_the_same_design(workload: Workload, times: ServiceT
 def test_prices_decide_where_they_differ(workload: Workload, times: ServiceTimes) -> None:
     limits = replace(LIMITS, prices={1: 10.0, 2: 1.0, 4: 1.0}, by_cost=True)
     search = FleetSearch(simulator([workload], times, 2.0, limits=limits))
-    best = search.mixed(search.fits(search.uniform()))[0]
+    best = search.mixed(search.fits(search.uniform(search.types)))[0]
     assert 1 not in best.sizes
     assert best.cost == limits.cost_per_hour(best.fleet)
 

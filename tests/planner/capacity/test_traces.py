@@ -9,7 +9,7 @@ import pytest
 
 from tests.fuzz.fuzz_traces import ask, contradictions, drawn_traces, questions
 
-SMALL = {"strategies": ("tp", "pp"), "group_sizes": "2,4", "slo_ttft": "2s"}
+SMALL = {"strategies": ("tp", "single"), "group_sizes": "2,4", "slo_ttft": "2s"}
 
 
 @pytest.mark.parametrize("name", ["chat", "code", "cached"])
