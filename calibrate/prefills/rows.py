@@ -10,27 +10,35 @@ one per line; its keys identify the tool that wrote it. Sources of the formats, 
 - `vllm bench latency --output-json`: vllm-project/vllm vllm/benchmarks/latency.py at 00cae07;
 - `vllm bench serve --save-result [--save-detailed]`: vllm-project/vllm vllm/benchmarks/serve.py at 009e6d4;
 - `python -m sglang.bench_one_batch --result-filename`: sgl-project/sglang python/sglang/bench_one_batch.py at 0094415;
+- `python -m sglang.bench_serving --output-file [--output-details]`: the keys of `vllm bench serve`;
+- InferenceX agg_*.json: SemiAnalysisAI/InferenceX utils/process_result.py at 00e51cc and its newer fields isl and osl;
+- genai-perf profile_export_genai_perf.csv: triton-inference-server/perf_analyzer
+  genai-perf/genai_perf/export_data/csv_exporter.py at 09628cd; AIPerf's CSV has the same form;
+- /metrics of vLLM and SGLang: histograms of Prometheus, vllm-project/vllm vllm/v1/metrics/loggers.py at 005a810;
 - AIPerf profile_export_aiperf.json and profile_export.jsonl: ai-dynamo/aiperf aiperf/common/models/export_models.py
   and docs/tutorials/working-with-profile-exports.md at db4f639 (October 2025), and its page on the schema (0.13).
 """
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibrate.data import CsvTable, parse_cells
+from calibrate.prefills.histograms import is_metrics, read_metrics
 from kvrsim.arguments import tokens_or_none
 from kvrsim.choices import DTYPES
 from kvrsim.closed_loop import OUTPUT_TOKENS, ClosedLoop
 from kvrsim.errors import ABSENT, InputError
-from kvrsim.io.columns import CACHED_TOKENS, PROMPT_TOKENS, RoleColumn, Usual, find_columns, parse_columns
+from kvrsim.io.columns import CACHED_TOKENS, PROMPT_TOKENS, RoleColumn, Usual, find_columns, parse_columns, split_unit
 from kvrsim.io.columns import OUTPUT_TOKENS as OUTPUT_TOKEN_NAMES
 from kvrsim.io.files import open_regular, read_text
 from kvrsim.io.schema import JsonObject, NonNegative, parse_json
@@ -80,6 +88,7 @@ class PrefillRow:
     # CSV column of ttft_s without a unit, whose values were taken as seconds; None: the unit is known.
     unitless: str | None = None
     likely_model: str | None = None  # built-in model that the name in a benchmark's output probably means
+    queued_s: float | None = None  # wait in the server's queue, not part of ttft_s; None: the file does not tell
 
     def fill(self, defaults: Defaults) -> PrefillRow:
         """The row with missing values from the defaults. Raises InputError for a required value that both lack."""
@@ -120,6 +129,14 @@ MOST_GROUPS = 24  # a run with more prompt lengths becomes this number of rows: 
 _UNITS_S = {"s": 1.0, "sec": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
+class TimedRequest(NamedTuple):
+    """One request of a benchmark."""
+
+    tokens: int  # length of the prompt
+    ttft_s: float  # seconds to the first token, without the wait in the queue if that is known
+    queued_s: float | None = None  # wait in the server's queue; None: unknown
+
+
 @dataclass(slots=True)
 class Output:
     """What a reader collects from one file of a benchmark: rows, and notes for the user."""
@@ -127,7 +144,7 @@ class Output:
     path: Path
     rows: list[PrefillRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    requests: list[tuple[int, float]] = field(default_factory=list)  # prompt tokens and seconds of single requests
+    requests: list[TimedRequest] = field(default_factory=list)  # single requests
 
     def add(self, where: str, ttft_s: float, **sizes: Any) -> None:
         """Add one row."""
@@ -138,10 +155,10 @@ class Output:
         self.notes.append(f"{self.path.name}: {text}")
 
 
-def add_requests(output: Output, requests: Sequence[tuple[int, float]], where: str, model: str | None = None) -> None:
+def add_requests(output: Output, requests: Sequence[TimedRequest], where: str, model: str | None = None) -> None:
     """Add one row per prompt length, the median of its requests; if there are many lengths, neighbours are grouped."""
-    ordered = sorted(requests)
-    lengths = sorted({length for length, _ in ordered})
+    ordered = sorted(requests, key=itemgetter(0, 1))
+    lengths = sorted({request.tokens for request in ordered})
     if len(lengths) <= MOST_GROUPS:
         groups = [list(group) for _, group in groupby(ordered, key=itemgetter(0))]
     else:
@@ -149,9 +166,11 @@ def add_requests(output: Output, requests: Sequence[tuple[int, float]], where: s
         groups = [ordered[first : first + size] for first in range(0, len(ordered), size)]
         output.note(f"{len(lengths)} prompt lengths, put into {len(groups)} groups of up to {size} requests")
     for group in groups:
-        length = statistics.median(tokens for tokens, _ in group)
-        seconds = statistics.median(ttft_s for _, ttft_s in group)
-        output.add(where, seconds, context_len=round(length), batch=1, likely_model=model)
+        length = statistics.median(request.tokens for request in group)
+        seconds = statistics.median(request.ttft_s for request in group)
+        waits = [request.queued_s for request in group if request.queued_s is not None]
+        queued_s = statistics.median(waits) if waits else None
+        output.add(where, seconds, context_len=round(length), batch=1, likely_model=model, queued_s=queued_s)
 
 
 def seconds_of(metric: JsonObject, *statistics_: str) -> float:
@@ -212,7 +231,7 @@ def _vllm_serve(data: JsonObject, output: Output) -> None:
     if data.has("ttfts"):
         pairs = _requests(data)
         add_requests(output, pairs, data.where, model)
-        typical_s = statistics.median(seconds for _, seconds in pairs)
+        typical_s = statistics.median(request.ttft_s for request in pairs)
         if _waits(data, len(data.numbers("ttfts", allow_zero=True))):
             output.note("server_queue_times are subtracted from the times to first token")
             return
@@ -243,17 +262,17 @@ def _alone_s(data: JsonObject, rate: object, users: object) -> float | None:
     return loop.prefill_s(data.number("mean_ttft_ms") * 1e-3)
 
 
-def _requests(data: JsonObject) -> list[tuple[int, float]]:
+def _requests(data: JsonObject) -> list[TimedRequest]:
     """Prompt tokens and TTFT of each answered request, without its wait in the queue."""
     seconds = data.numbers("ttfts", allow_zero=True)
     lengths = data.numbers("input_lens")
     if len(seconds) != len(lengths):
         raise data.error("input_lens", f"an array with a length for each of the {len(seconds)} ttfts")
-    queued = _waits(data, len(seconds)) or [0.0] * len(seconds)
+    queued: Sequence[float | None] = _waits(data, len(seconds)) or [None] * len(seconds)
     pairs = []
     for length, ttft_s, wait_s in zip(lengths, seconds, queued, strict=True):
-        if ttft_s > wait_s:
-            pairs.append((round(length), ttft_s - wait_s))
+        if ttft_s > (wait_s or 0.0):
+            pairs.append(TimedRequest(tokens=round(length), ttft_s=ttft_s - (wait_s or 0.0), queued_s=wait_s))
     if not pairs:
         raise data.error("ttfts", "an array with a time above 0: that of a request that was answered")
     return pairs
@@ -326,7 +345,133 @@ def _aiperf_request(data: JsonObject, output: Output) -> None:
     if data.has("error") or not metrics.has("time_to_first_token"):
         return
     tokens = metrics.child("input_sequence_length").integer("value")
-    output.requests.append((tokens, seconds_of(metrics.child("time_to_first_token"), "value")))
+    seconds = seconds_of(metrics.child("time_to_first_token"), "value")
+    output.requests.append(TimedRequest(tokens=tokens, ttft_s=seconds))
+
+
+def _inferencex(data: JsonObject, output: Output) -> None:
+    """Read one configuration of InferenceX, whose times are in seconds; its application stores some in milliseconds.
+
+    mean_intvty, tokens a second per user, is the inverse of mean_tpot in seconds and tells the unit. Several users wait
+    for each other: the wait model derives one prefill from their mean TTFT. Servers that only prefill are left out.
+    """
+    if str(data.fields.get("disagg")).lower() == "true" or str(data.fields.get("is_multinode")).lower() == "true":
+        output.note("rows of disaggregated serving and of several nodes are left out: their TTFT has a transfer in it")
+        return
+    unit_s = 1.0
+    if data.has("mean_intvty") and data.has("mean_tpot"):
+        product = data.number("mean_intvty") * data.number("mean_tpot")
+        unit_s = 1e-3 if product > _BETWEEN_UNITS else 1.0
+    if unit_s != 1:
+        output.note("times are in milliseconds: mean_intvty is the inverse of mean_tpot in seconds")
+    users = data.integer("conc")
+    seconds: float | None = data.number(data.first_of("median_ttft", "mean_ttft")) * unit_s
+    context_len = data.get("isl", int | None, None)
+    if users > 1:
+        loop = ClosedLoop(
+            users=users,
+            tpot_s=data.number("mean_tpot") * unit_s,
+            output_tokens=data.get("osl", int | None, None) or OUTPUT_TOKENS,
+            prompt_tokens=context_len,
+        )
+        seconds = loop.prefill_s(data.number("mean_ttft") * unit_s)
+        output.note("one prefill from the mean TTFT of several users, by the wait model")
+    if seconds is None:
+        output.note(f"a row of {users} users is left out: their TTFT is less than the wait for a running decode step")
+        return
+    precision = str(data.fields.get("precision", "")).lower()
+    chip, _, _ = data.text("hw").partition("-")
+    output.add(
+        data.where,
+        seconds,
+        gpu=chip,
+        num_gpus=data.integer("tp"),
+        context_len=context_len,
+        batch=1,
+        dtype=precision if precision in DTYPES else None,
+        likely_model=known_model(data.fields.get("model")),
+    )
+
+
+def _statistics_table(text: str, where: str, output: Output) -> None:
+    """Read the CSV file of genai-perf or AIPerf: a row per metric, a column per statistic, thousands with commas."""
+    rows = list(csv.reader(text.splitlines()))
+    header = rows[0]
+    values: dict[str, dict[str, str]] = {}
+    units_s: dict[str, float] = {}
+    for row in rows[1:]:
+        if len(row) != len(header):
+            break  # an empty line ends the first table
+        name, unit_s = split_unit(row[0])
+        name = name.removesuffix("_tokens")
+        values[name] = dict(zip(header[1:], row[1:], strict=True))
+        units_s[name] = 1e-3 if unit_s is None else unit_s
+
+    def number(name: str) -> float:
+        if name not in values:
+            raise InputError(f"{where}: Metric", ", ".join(values) or ABSENT, f"a row {name.replace('_', ' ')}")
+        column = next((column for column in ("p50", "avg") if column in values[name]), header[-1])
+        value = values[name][column].replace(",", "")
+        try:
+            result = float(value)
+        except ValueError:
+            result = 0.0
+        if not 0 < result <= MAX_TOKENS:
+            raise InputError(f"{where}: {name} {column}", values[name][column], "a number above 0")
+        return result
+
+    tokens = number("input_sequence_length")
+    seconds = number("time_to_first_token") * units_s["time_to_first_token"]
+    output.add(where, seconds, context_len=max(1, round(tokens)), batch=1)
+    output.note("one row, of the median TTFT and the median prompt length; load and model are not in the file")
+
+
+def _metrics(text: str, where: str, output: Output) -> None:
+    """Read a scrape of /metrics. TTFT and prompt lengths have a histogram each, not a common one.
+
+    TTFT rises with the prompt's length: the quartiles of one histogram belong to those of the other. The mean wait in
+    the queue is subtracted.
+    """
+    metrics = read_metrics(text, where)
+    found = {}
+    for role, names in _HISTOGRAMS.items():
+        found[role] = next((metrics.histograms[name] for name in names if name in metrics.histograms), None)
+    times, lengths, queue = found["ttft"], found["prompt"], found["queue"]
+    if times is None or lengths is None:
+        missing = [names[0] for role, names in _HISTOGRAMS.items() if role != "queue" and found[role] is None]
+        accepted = f"histograms {' and '.join(missing)} with observations"
+        raise InputError(where, ", ".join(metrics.histograms) or ABSENT, accepted)
+    queued_s = None if queue is None or math.isnan(queue.mean) else queue.mean
+    wait_s = queued_s or 0.0
+    shares = [share for share in _QUARTILES if times.quantile(share) > 2 * wait_s] or [0.5]
+    if lengths.quantile(shares[-1]) < _ALIKE * lengths.quantile(shares[0]):
+        shares = [0.5]
+    for share in shares:
+        seconds = times.quantile(share) - wait_s
+        if seconds <= 0:
+            raise InputError(f"{where}: queue", f"{wait_s:.3g} s", "a shorter mean wait than the median TTFT")
+        tokens = max(1, round(lengths.quantile(share)))
+        model = known_model(metrics.model)
+        output.add(where, seconds, context_len=tokens, batch=1, likely_model=model, queued_s=queued_s)
+    low, high = times.bucket(0.5)
+    output.note(f"TTFT is known to its bucket: the median lies between {low:g} and {high:g} s")
+    if len(shares) > 1:
+        output.note("quartiles of TTFT are taken to belong to quartiles of the prompt lengths")
+    if queued_s:
+        output.note(f"the mean wait in the queue, {queued_s:.3g} s, is subtracted")
+    hits, queries = (metrics.counters.get(f"prefix_cache_{name}_total", 0.0) for name in ("hits", "queries"))
+    if queries and hits / queries > _BUSY:
+        output.note(f"{hits / queries:.0%} of the prompts' tokens came from the prefix cache: give --cached-prefix")
+
+
+_HISTOGRAMS = {
+    "ttft": ("time_to_first_token_seconds",),
+    "prompt": ("request_prompt_tokens", "prompt_tokens_histogram"),
+    "queue": ("request_queue_time_seconds", "queue_time_seconds"),
+}
+_QUARTILES = (0.25, 0.5, 0.75)
+_ALIKE = 1.25  # ratio of two lengths below which their rows would say the same
+_BETWEEN_UNITS = 30.0  # of mean_intvty times mean_tpot: 1 in seconds, 1000 in milliseconds
 
 
 def _inner(outer: Mapping[str, object], key: str) -> Mapping[str, object]:
@@ -343,6 +488,7 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], Reader]] = {
     "vllm bench serve, detailed": (("ttfts", "input_lens"), _vllm_serve),
     "vllm bench serve": (("mean_ttft_ms", "completed"), _vllm_serve),
     "vllm bench latency": (("avg_latency", "percentiles"), _vllm_latency),
+    "InferenceX": (("hw", "conc", "mean_ttft"), _inferencex),
     "AIPerf": (("time_to_first_token", "input_sequence_length"), _aiperf),
     "AIPerf, one request a line": (("metrics", "metadata"), _aiperf_request),
 }
@@ -352,7 +498,8 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], Reader]] = {
 
 MOST_ROWS = 500  # a fit to more rows takes many minutes
 MAX_OUTPUT_BYTES = 2**28  # bytes of a detailed result with about ten thousand requests and their texts
-_JSON_STARTS = (b"{", b"[")
+_JSON_STARTS = ("{", "[")
+_HEAD_CHARS = 4096  # of a file, by which its form is recognised
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -378,12 +525,12 @@ def read_prefills(
     named: Mapping[str, RoleColumn] = {}
     if columns is not None:
         named = parse_columns(columns, _USUAL)
-    if named and all(isinstance(source, str | Path) and _is_json(source) for source in sources):
+    if named and all(isinstance(source, str | Path) and _form(source) for source in sources):
         raise InputError("columns", columns, "nothing without a CSV file or a data frame: keys of benchmarks are known")
     rows: list[PrefillRow] = []
     notes: list[str] = []
     for source in sources:
-        if isinstance(source, str | Path) and _is_json(source):
+        if isinstance(source, str | Path) and _form(source) is not None:
             part = _output(source, argument)
             rows += part.rows
             notes += part.notes
@@ -407,13 +554,24 @@ def read_prefills(
     return PrefillRows(rows=tuple(row.fill(defaults) for row in rows), notes=tuple(dict.fromkeys(notes)))
 
 
-def _is_json(path: str | Path) -> bool:
-    """Whether a file begins like JSON; False for an unreadable file, which the reader of CSV files reports."""
+def _form(path: str | Path) -> str | None:
+    """The form of a benchmark's file by its beginning; None for another CSV file, and for an unreadable file."""
     try:
         with open_regular(path, "prefills", what="a file") as file:
-            return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(_JSON_STARTS)
+            return _form_of(file.read(_HEAD_CHARS).decode("utf-8-sig", errors="ignore"))
     except (InputError, OSError):
-        return False
+        return None
+
+
+def _form_of(head: str) -> str | None:
+    """ "json", "metrics" (of Prometheus), "statistics" (a CSV file with a row per metric), or None."""
+    if head.lstrip().startswith(_JSON_STARTS):
+        return "json"
+    if is_metrics(head):
+        return "metrics"
+    if head.startswith("Metric,"):
+        return "statistics"
+    return None
 
 
 def _table(table: CsvTable, named: Mapping[str, RoleColumn], context_len: int | None) -> PrefillRows:
@@ -518,10 +676,16 @@ def _output(path: str | Path, argument: str) -> Output:
     """Read rows and notes of one file; InputError names `argument`, the file and the key."""
     output = Output(path=Path(path))
     where = f"{argument} {' '.join(str(path).split())}"
-    objects = _objects(Path(path), argument, where)
-    for data in objects:
-        reader = _reader_of(data)
-        reader(data, output)
+    text = read_text(path, argument, what="a file", most_bytes=MAX_OUTPUT_BYTES)
+    form = _form_of(text[:_HEAD_CHARS])
+    if form == "metrics":
+        _metrics(text, where, output)
+    elif form == "statistics":
+        _statistics_table(text, where, output)
+    else:
+        for data in _objects(text, where):
+            reader = _reader_of(data)
+            reader(data, output)
     if output.requests:
         add_requests(output, output.requests, where)
     return output
@@ -536,11 +700,13 @@ def _reader_of(data: JsonObject) -> Reader:
     raise InputError(f"{data.where}: keys", ", ".join(data.fields) or ABSENT, accepted)
 
 
-def _objects(path: Path, argument: str, where: str) -> list[JsonObject]:
-    """The JSON object of a file, or the objects of its lines."""
-    text = read_text(path, argument, what="a file", most_bytes=MAX_OUTPUT_BYTES)
+def _objects(text: str, where: str) -> list[JsonObject]:
+    """The JSON object of a file, the objects of its array, or those of its lines."""
     try:
-        return [_object(parse_json(text), where)]
+        content = parse_json(text)
+        if isinstance(content, list):
+            return [_object(item, f"{where}[{place}]") for place, item in enumerate(content)]
+        return [_object(content, where)]
     except ValueError as error:
         if not text.lstrip().startswith("{"):
             raise InputError(where, " ".join(str(error).split()), "valid JSON") from None

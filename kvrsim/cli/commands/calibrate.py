@@ -19,7 +19,7 @@ from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Facts, Part, Row, ShellCommand, confirm_command, facts, show
 from kvrsim.errors import ABSENT, InputError
 from kvrsim.io.annotations import Range
-from kvrsim.io.schema import fields_to_json
+from kvrsim.io.schema import fields_to_json, to_json
 from kvrsim.text import printable
 from kvrsim.units import format_seconds, parse_bytes
 from kvrsim.version import __version__
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from calibrate.measure.forward import ComputeSetup
     from calibrate.measure.ranks import LinkSetup
     from calibrate.prefills.fit import PrefillCheck, PrefillErrors, PrefillFit, TermFit
+    from calibrate.prefills.parts import TtftPart
     from kvrsim.scenario import Scenario
 
 app = CommandGroup()
@@ -470,14 +471,15 @@ def prefills(
     files: Annotated[
         Sources,
         Help(
-            "Measured prefills: a CSV file with a column ttft_s or ttft_ms, or what vllm bench latency, vllm bench "
-            "serve, sglang.bench_one_batch or AIPerf wrote.",
+            "Measured prefills: a CSV file with a column ttft_s or ttft_ms, or what vllm bench, sglang.bench_serving, "
+            "sglang.bench_one_batch, AIPerf, genai-perf or InferenceX wrote, or a scrape of /metrics.",
             metavar="ROWS.csv|OUTPUT.json...",
             positional=True,
         ),
     ],
     check: Annotated[
-        bool, Help("Fit nothing; report how far the profile is from the rows.", section="Measurement")
+        bool,
+        Help("Fit nothing; report where TTFT goes, and how far the profile is from the rows.", section="Measurement"),
     ] = False,
     output: Annotated[
         WritablePath | None, Help("Write the profile with the fitted engine, as JSON.", metavar="FILE", spelling=OUTPUT)
@@ -492,6 +494,7 @@ def prefills(
     Example: kvrsim calibrate prefills rows.csv --profile h100-flash -o mine.json
     """
     from calibrate.prefills.fit import check_prefills
+    from calibrate.prefills.parts import first_step, parts_of
     from kvrsim.prefills import cases_of, fit
     from planner.uncertainty.intervals import interval
 
@@ -505,8 +508,9 @@ def prefills(
         warn_notes(cases.notes)
         if check:
             checked = check_prefills(cases.cases, interval, progress)
-            content = checked.to_dict()
-            screen = check_screen(checked, cases.cases[0].scenario)
+            parts = parts_of(cases.cases, checked.rows)
+            content = checked.to_dict() | {"parts": to_json(parts), "first": first_step(parts)}
+            screen = [*parts_screen(parts), "", *check_screen(checked, cases.cases[0].scenario)]
         else:
             assert output is not None  # refused above
             fitted = fit(args, cases, files, name or Path(output).stem, progress)
@@ -555,6 +559,26 @@ def fit_screen(fit: PrefillFit, output: str) -> list[Part]:
     )
     meaning = "left out: each row predicted by a fit without it, and without its repetitions"
     return [table, "", errors, "", narrowing(rows, "before", "after"), "", meaning, "", notes]
+
+
+def parts_screen(parts: Sequence[TtftPart]) -> list[Part]:
+    """Screen of where measured TTFT goes, and what to fix first."""
+    from calibrate.prefills.parts import first_step
+
+    table = columns("part of TTFT", ">all rows", ">80 % interval", ">share")
+    for part in parts:
+        interval = ""
+        if part.name != "queue":
+            interval = f"{format_signed(part.low_s)} to {format_signed(part.high_s)}"
+        table.add_row(part.name, format_signed(part.seconds), interval, f"{part.share:.0%}")
+    return [table, "", facts(("fix first:", first_step(parts)))]
+
+
+def format_signed(seconds: float) -> str:
+    """Seconds that may be negative."""
+    if seconds < 0:
+        return f"−{format_seconds(-seconds)}"
+    return format_seconds(seconds)
 
 
 def check_screen(check: PrefillCheck, scenario: Scenario) -> list[Part]:

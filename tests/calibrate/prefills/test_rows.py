@@ -276,3 +276,114 @@ def test_a_time_beyond_a_lifetime_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, "ttft_s,context_len,model\n1e12,1k,llama-2-7b\n")
     with pytest.raises(InputError, match="line 2: ttft_s: got"):
         read_prefills([path], NONE)
+
+
+# -- further tools, each with a sample in its documented form
+
+SGLANG_SERVING = {  # python -m sglang.bench_serving --output-file
+    **{"tag": None, "backend": "sglang", "dataset_name": "random", "request_rate": "trace", "max_concurrency": 1},
+    **{"random_input_len": 1024, "random_output_len": 16, "random_range_ratio": 1.0, "duration": 12.5, "completed": 10},
+    **{"total_input_tokens": 10240, "total_output_tokens": 160, "request_throughput": 0.8, "mean_ttft_ms": 61.0},
+    **{"median_ttft_ms": 60.0, "std_ttft_ms": 3.0, "p99_ttft_ms": 70.0, "mean_tpot_ms": 7.0, "accept_length": None},
+}
+INFERENCEX = {  # an item of agg_bmk.json
+    **{"hw": "h200-nv", "conc": 1, "image": "vllm/vllm-openai:v0.27.0", "model": "meta-llama/Llama-3.3-70B-Instruct"},
+    **{"infmax_model_prefix": "70b", "framework": "vllm", "precision": "fp8", "spec_decoding": "none"},
+    **{"disagg": False, "isl": 8192, "osl": 1024, "is_multinode": False, "tp": 8, "ep": 1, "dp_attention": "false"},
+    **{"tput_per_gpu": 120.0, "mean_ttft": 0.31, "median_ttft": 0.30, "mean_tpot": 0.01, "mean_intvty": 100.0},
+}
+GENAI_PERF = """\
+Metric,avg,min,max,p99,p95,p90,p75,p50,p25
+Time To First Token (ms),"1,146.31",249.48,"3,485.23","3,457.97","3,349.56","3,215.06","1,330.93",640.07,286.52
+Time To Second Token (ms),26.05,0.00,133.51,96.12,36.56,34.88,34.35,33.55,1.78
+Request Latency (ms),"6,406.20","5,371.47","9,608.72","9,436.13","9,046.58","9,028.16","6,549.60","5,690.23","5,493.63"
+Output Sequence Length (tokens),174.45,164.00,187.00,186.22,183.10,180.10,177.00,174.00,171.75
+Input Sequence Length (tokens),LENGTHS
+
+Metric,Value
+Output Token Throughput (per sec),261.25
+Request Throughput (per sec),1.50
+Request Count (count),40.00
+""".replace("LENGTHS", ",".join(['"3,000.05"', '"2,999.00"', *3 * ['"3,001.00"'], *4 * ['"3,000.00"']]))
+METRICS = """\
+# HELP vllm:time_to_first_token_seconds Histogram of time to first token in seconds.
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.08",model_name="meta-llama/Llama-3.1-8B-Instruct"} 0.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.1",model_name="meta-llama/Llama-3.1-8B-Instruct"} 40.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.25",model_name="meta-llama/Llama-3.1-8B-Instruct"} 60.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.5",model_name="meta-llama/Llama-3.1-8B-Instruct"} 100.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="meta-llama/Llama-3.1-8B-Instruct"} 100.0
+vllm:time_to_first_token_seconds_sum{engine="0",model_name="meta-llama/Llama-3.1-8B-Instruct"} 21.0
+vllm:time_to_first_token_seconds_count{engine="0",model_name="meta-llama/Llama-3.1-8B-Instruct"} 100.0
+vllm:request_queue_time_seconds_bucket{engine="0",le="0.3",model_name="meta-llama/Llama-3.1-8B-Instruct"} 100.0
+vllm:request_queue_time_seconds_bucket{engine="0",le="+Inf",model_name="meta-llama/Llama-3.1-8B-Instruct"} 100.0
+vllm:request_queue_time_seconds_sum{engine="0",model_name="meta-llama/Llama-3.1-8B-Instruct"} 1.0
+vllm:request_prompt_tokens_bucket{engine="0",le="1000.0",model_name="meta-llama/Llama-3.1-8B-Instruct"} 0.0
+vllm:request_prompt_tokens_bucket{engine="0",le="2000.0",model_name="meta-llama/Llama-3.1-8B-Instruct"} 40.0
+vllm:request_prompt_tokens_bucket{engine="0",le="5000.0",model_name="meta-llama/Llama-3.1-8B-Instruct"} 60.0
+vllm:request_prompt_tokens_bucket{engine="0",le="10000.0",model_name="meta-llama/Llama-3.1-8B-Instruct"} 100.0
+vllm:request_prompt_tokens_bucket{engine="0",le="+Inf",model_name="meta-llama/Llama-3.1-8B-Instruct"} 100.0
+vllm:prefix_cache_queries_total{engine="0",model_name="meta-llama/Llama-3.1-8B-Instruct"} 4000.0
+vllm:prefix_cache_hits_total{engine="0",model_name="meta-llama/Llama-3.1-8B-Instruct"} 2000.0
+"""
+WHOLE = {"model": "llama-3.1-8b", "num_gpus": 1}
+
+
+def read_file(folder: Path, text: str, name: str) -> tuple[list[PrefillRow], str]:
+    (folder / name).write_text(text, "utf-8")
+    result = read_prefills([folder / name], WHOLE)
+    return list(result.rows), " | ".join(result.notes)
+
+
+def test_sglang_bench_serving(tmp_path: Path) -> None:
+    (row,), notes = read_file(tmp_path, json.dumps(SGLANG_SERVING) + "\n", "sglang.jsonl")
+    assert (row.ttft_s, row.context_len) == (pytest.approx(0.060), 1024)
+    assert "mean length" in notes
+    detailed = SGLANG_SERVING | {"input_lens": [512, 2048], "ttfts": [0.04, 0.11], "output_lens": [16, 16]}
+    rows, _ = read_file(tmp_path, json.dumps(detailed) + "\n", "sglang.jsonl")
+    assert [(one.context_len, one.ttft_s) for one in rows] == [(512, 0.04), (2048, 0.11)]
+
+
+def test_inferencex_in_seconds_and_in_milliseconds(tmp_path: Path) -> None:
+    several = INFERENCEX | {"conc": 4}
+    moved = INFERENCEX | {"disagg": True}
+    (alone, shared), notes = read_file(tmp_path, json.dumps([INFERENCEX, several, moved]), "agg_bmk.json")
+    assert (alone.gpu, alone.num_gpus, alone.context_len, alone.dtype) == ("h200", 8, 8192, "fp8")
+    assert alone.ttft_s == pytest.approx(0.30)
+    assert 0 < shared.ttft_s < 0.31, "without the wait for other users"
+    assert "disaggregated" in notes
+    in_ms = INFERENCEX | {"mean_ttft": 310.0, "median_ttft": 300.0, "mean_tpot": 10.0}
+    (row,), notes = read_file(tmp_path, json.dumps(in_ms), "agg_bmk.json")
+    assert row.ttft_s == pytest.approx(0.30)
+    assert "milliseconds" in notes
+
+
+@pytest.mark.parametrize("unit", ["ms", "ns"])
+def test_genai_perf_has_commas_and_a_unit(tmp_path: Path, unit: str) -> None:
+    scale = {"ms": 1e-3, "ns": 1e-9}[unit]
+    (row,), _ = read_file(tmp_path, GENAI_PERF.replace("(ms)", f"({unit})"), "profile_export_genai_perf.csv")
+    assert (row.ttft_s, row.context_len) == (pytest.approx(640.07 * scale), 3000)
+    with pytest.raises(InputError, match="a row time to first token"):
+        read_file(tmp_path, "\n".join(GENAI_PERF.splitlines()[::5]), "other.csv")
+
+
+def test_a_scrape_of_metrics_has_quartiles_without_the_queue(tmp_path: Path) -> None:
+    rows, notes = read_file(tmp_path, METRICS, "metrics.txt")
+    assert [row.context_len for row in rows] == [1625, 3500, 6875], "interpolated as by histogram_quantile"
+    assert [row.ttft_s for row in rows] == pytest.approx([0.0925 - 0.01, 0.175 - 0.01, 0.34375 - 0.01])
+    assert {row.queued_s for row in rows} == {0.01}
+    assert "between 0.1 and 0.25 s" in notes
+    assert "50% of the prompts' tokens came from the prefix cache" in notes
+    two = METRICS + METRICS.replace('engine="0"', 'engine="1"')
+    doubled, _ = read_file(tmp_path, two, "metrics.txt")
+    assert [row.ttft_s for row in doubled] == pytest.approx([row.ttft_s for row in rows]), "engines are added"
+    with pytest.raises(InputError, match="the metrics of one model"):
+        read_file(tmp_path, METRICS + METRICS.replace("Llama-3.1-8B", "Llama-3.1-70B"), "metrics.txt")
+    with pytest.raises(InputError, match="request_prompt_tokens"):
+        read_file(tmp_path, "\n".join(METRICS.splitlines()[:9]), "metrics.txt")
+
+
+def test_an_sglang_scrape(tmp_path: Path) -> None:
+    text = METRICS.replace("vllm:request_prompt_tokens", "sglang:prompt_tokens_histogram").replace("vllm:", "sglang:")
+    rows, _ = read_file(tmp_path, text, "metrics.txt")
+    assert len(rows) == 3
