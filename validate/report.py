@@ -106,11 +106,13 @@ def output_of(*words: object, timeout_s: float, accepted: Sequence[int] = (0,)) 
     return output
 
 
-def run_command(command: Callable[[], object]) -> int:
-    """Run a command of this package and return its exit code; a user's mistake gives one line on standard error."""
+def run_command(command: Callable[[], int | None]) -> int:
+    """Run a command of this package and return its exit code; a user's mistake gives one line on standard error.
+
+    command: returns its exit code; None is 0.
+    """
     try:
-        command()
+        return command() or 0
     except KvrsimError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    return 0

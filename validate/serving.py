@@ -6,6 +6,7 @@ The records in kvrsim/data/engines/NAME.json are frozen: they were fitted by thi
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from kvrsim.builder import make_scenario
 from kvrsim.engine import SHORT_TOKENS, load_engine
 from kvrsim.published import read_table
+from kvrsim.scenario import Scenario
 from planner.simulate import run_simulation
 from validate.published.compare import DATA
 from validate.report import fill, summary, table
@@ -41,19 +43,24 @@ def compare() -> pandas.DataFrame:
     return rows.assign(tokens=rows.context_len * rows.batch, rel_error=predicted_s / measured_s - 1, inside=inside)
 
 
+def scenario_of(row: Mapping[str, Any]) -> Scenario:
+    """The scenario of a row, by column."""
+    scenario, _ = make_scenario(
+        ctx=int(row["context_len"]),
+        gpus=int(row["num_gpus"]),
+        model=row["model"],
+        profile=_PROFILES[row["cluster"].partition("-")[0]],
+        cluster=row["cluster"],
+        batch=int(row["batch"]),
+        dtype=row["dtype"],
+        engine=row["engine_name"],
+    )
+    return scenario
+
+
 def _predicted_s(row: Any) -> tuple[float, float, float]:
     """Predicted seconds of a row, and the ends of their 80 % interval."""
-    scenario, _ = make_scenario(
-        ctx=row.context_len,
-        gpus=row.num_gpus,
-        model=row.model,
-        profile=_PROFILES[row.cluster.partition("-")[0]],
-        cluster=row.cluster,
-        batch=row.batch,
-        dtype=row.dtype,
-        engine=row.engine_name,
-    )
-    result = run_simulation(scenario, strategy=row.strategy)
+    result = run_simulation(scenario_of(row._asdict()), strategy=row.strategy)
     return result.ttft_s, result.ttft_low_s, result.ttft_high_s
 
 
