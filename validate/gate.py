@@ -52,7 +52,7 @@ class GateRow:
         """What was measured."""
         return self.read()
 
-    def check(self, fault: Fault) -> RowCheck:
+    def check(self, fault: ModelFault) -> RowCheck:
         """The prediction of a model of time with this fault."""
         scenario = fault.change(self.scenario)
         execution = place(scenario, get_strategy(self.strategy))
@@ -143,7 +143,7 @@ def _unchanged(scenario: Scenario) -> Scenario:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class ModelFault:
     """An error in the model of time, or in the intervals."""
 
     name: str
@@ -151,7 +151,7 @@ class Fault:
     width: float = 1.0  # factor on the logarithms of high / predicted and of predicted / low
 
 
-NO_FAULT = Fault(name="none")
+NO_FAULT = ModelFault(name="none")
 
 
 def _links(scenario: Scenario, factor: float) -> Scenario:
@@ -182,29 +182,29 @@ def _no_launches(scenario: Scenario) -> Scenario:
 
 
 FAULTS = (
-    Fault(name="links have twice their bandwidth", change=lambda scenario: _links(scenario, 0.5)),
-    Fault(name="links have half their bandwidth", change=lambda scenario: _links(scenario, 2.0)),
-    Fault(name="kernels are launched in no time", change=_no_launches),
-    Fault(
+    ModelFault(name="links have twice their bandwidth", change=lambda scenario: _links(scenario, 0.5)),
+    ModelFault(name="links have half their bandwidth", change=lambda scenario: _links(scenario, 2.0)),
+    ModelFault(name="kernels are launched in no time", change=_no_launches),
+    ModelFault(
         name="attention takes 1.2 times as long", change=lambda scenario: _kernels(scenario, 1.2, "attention", "latent")
     ),
-    Fault(
+    ModelFault(
         name="matrix products take 1.2 times as long",
         change=lambda scenario: _kernels(scenario, 1.2, "gemm", "gemm_types", "experts"),
     ),
-    Fault(
+    ModelFault(
         name="element-wise kernels take half as long", change=lambda scenario: _kernels(scenario, 0.5, "elementwise")
     ),
-    Fault(
+    ModelFault(
         name="one of the two all-reduces of a layer is missing",
         change=lambda scenario: replace(scenario, model=replace(scenario.model, parallel_attn=True)),
     ),
-    Fault(
+    ModelFault(
         name="one layer of the model is missing",
         change=lambda scenario: replace(scenario, model=replace(scenario.model, layers=scenario.model.layers[1:])),
     ),
-    Fault(name="intervals are half as wide", width=0.5),
-    Fault(name="intervals are twice as wide", width=2.0),
+    ModelFault(name="intervals are half as wide", width=0.5),
+    ModelFault(name="intervals are twice as wide", width=2.0),
 )
 
 
@@ -218,7 +218,7 @@ def read_limits() -> dict[str, AccuracyLimits]:
 
 
 def missed_limits(
-    rows: Sequence[GateRow], fault: Fault, limits: Mapping[str, AccuracyLimits]
+    rows: Sequence[GateRow], fault: ModelFault, limits: Mapping[str, AccuracyLimits]
 ) -> dict[str, list[LimitCheck]]:
     """The limits that a model of time with this fault misses, by group; groups that meet all theirs are absent."""
     missed = {}
@@ -229,7 +229,7 @@ def missed_limits(
     return missed
 
 
-def checks_of(rows: Sequence[GateRow], fault: Fault = NO_FAULT) -> dict[str, PrefillCheck]:
+def checks_of(rows: Sequence[GateRow], fault: ModelFault = NO_FAULT) -> dict[str, PrefillCheck]:
     """The predictions of each group."""
     groups: dict[str, list[RowCheck]] = {}
     for row in rows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from validate.gate import FAULTS, NO_FAULT, Fault, GateRow, missed_limits, page, read_gate_rows, read_limits
+from validate.gate import FAULTS, NO_FAULT, GateRow, ModelFault, missed_limits, page, read_gate_rows, read_limits
 
 LIMITS = read_limits()
 SAMPLED = {"paper": 6, "engines of 2023": 3}  # every sixth row, every third
@@ -31,7 +31,7 @@ def test_a_sample_meets_the_limits(sample: list[GateRow]) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_every_fault_breaks_a_limit(fault: Fault, sample: list[GateRow]) -> None:
+def test_every_fault_breaks_a_limit(fault: ModelFault, sample: list[GateRow]) -> None:
     assert missed_limits(sample, fault, LIMITS)
 
 
