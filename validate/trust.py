@@ -75,7 +75,8 @@ def has_expert_parallelism(settings: Settings, rows: ErrorRows) -> Flags:
     frame = rows.frame
     keys = zip(frame.case, frame.gpu, frame.engine, frame.prefill_s, strict=True)
     is_setting = (frame.source == "settings").to_numpy()
-    return is_setting & np.array([key in split for key in keys], dtype=bool)
+    is_split = np.array([key in split for key in keys], dtype=bool)
+    return np.asarray(is_setting & is_split)
 
 
 def main_cause(rows: ErrorRows, rule: ErrorRule) -> str:
