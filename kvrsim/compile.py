@@ -27,12 +27,9 @@ def build_program(
     cost = cost or execution.placed.cost
     if execution.strategy.pipeline is not None:
         return execution.strategy.pipeline(execution.placed, execution.strategy, chunks, cost)
-    starts = list(accumulate(chunks[:-1], initial=np.full_like(chunks[0], execution.request.cached_prefix)))
     ranks = range(len(chunks))
-    steps = [
-        Step(costs, tuple(chunks), tuple(starts), query_blocks=execution.strategy.query_blocks, times_only=times_only)
-        for costs in execution.placed.layer_costs(cost)
-    ]
+    steps = steps_of(execution, chunks, cost, times_only=times_only)
+    starts = steps[0].starts
     assert execution.strategy.degrees.tensor in (None, execution.placed.gpus_per_rank), "see kvrsim.execution.place"
     total = starts[-1] + chunks[-1]
     ends = (
@@ -62,6 +59,17 @@ def build_program(
     # With fewer chunks than GPUs, the GPUs that run the chunks are not known: slow GPUs are ignored.
     everyone = len(chunks) == execution.cluster.num_gpus
     return even.on_slower_gpus([execution.cluster.slowness(rank) for rank in ranks]) if everyone else even
+
+
+def steps_of(execution: Execution, chunks: Sequence[Array], cost: CostModel, *, times_only: bool = False) -> list[Step]:
+    """Return the step of all ranks in each kind of layer; parameters as for build_program."""
+    starts = accumulate(chunks[:-1], initial=np.full_like(chunks[0], execution.request.cached_prefix))
+    of_ranks = tuple(chunks), tuple(starts)
+    blocks = execution.strategy.query_blocks
+    return [
+        Step(costs, *of_ranks, query_blocks=blocks, times_only=times_only)
+        for costs in execution.placed.layer_costs(cost)
+    ]
 
 
 def _is_own(strategy: Strategy) -> bool:

@@ -9,22 +9,25 @@ value, weighted difference, new value) and the block's value in half precision: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
 import numpy as np
 
-from kvrsim.compile import build_program, columns
+from kvrsim.compile import build_program, columns, steps_of
 from kvrsim.execution import Execution
 from kvrsim.io.schema import fields_to_json
-from kvrsim.kernels.cost import no_time
+from kvrsim.kernels.cost import CostModel, no_time
 from kvrsim.kernels.experts import RoutedExperts
 from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
 from kvrsim.model.spec import LayerSpec
 from kvrsim.placement import PlacedScenario
-from kvrsim.program import Array, Compute, Load, Program, RingPass, bytes_in_flight
+from kvrsim.program import Array, Compute, Load, Op, Program, RingPass, bytes_in_flight
 from kvrsim.scenario import Partition, Scenario
-from kvrsim.strategies import Strategy
+from kvrsim.strategies import Step, Strategy
+from kvrsim.strategies.layers import has_prefill, layer_ops
 from kvrsim.strategies.pipeline import context_ranks, stages
 
 EAGER_SCORE_PEAK_BYTES = 10  # bytes per element of a score matrix in half precision, as counted above
@@ -75,18 +78,52 @@ def memory_of(execution: Execution, partition: Partition, program: Program | Non
     if execution.strategy.pipeline is not None:
         ranks = list(parts.stages(execution.strategy, partition))
     else:
-        if program is None:  # compute times only if the number of attention calls depends on them
-            cost = (
-                no_time(execution.placed.traits) if len(execution.strategy.query_blocks) == 1 else execution.placed.cost
-            )
-            program = build_program(execution, columns(partition.chunk_lens), cost)
-        in_flight = np.array([bytes_in_flight(kind) for kind in program.layers])
-        ranks = [
-            parts.rank(execution.strategy, partition, program, rank, in_flight[:, rank])
-            for rank in range(len(partition.chunk_lens))
-        ]
+        if program is None:
+            program = build_program(execution, columns(partition.chunk_lens), _cost_for_memory(execution))
+        ranks = list(parts.ranks(execution.strategy, partition, program.layers, range(program.num_ranks)))
     each_group = tuple(rank for rank in ranks for _ in range(execution.placed.gpus_per_rank))
     return each_group * execution.placed.data_groups
+
+
+def largest_of_even_chunks(execution: Execution) -> list[RankMemory]:
+    """Peak memory of ranks with even chunks, among them the rank that needs the most, and the one with most KV-cache.
+
+    Chunks differ by a token at most, and a rank needs more or less than the rank before it throughout all ranks with
+    equal chunks. So only the first and the last of these, and the rank in the middle, are computed, without the
+    operations of the others: the time does not increase with the number of ranks. The strategy is not a pipeline.
+    """
+    assert execution.strategy.pipeline is None, "stages of a pipeline have different layers"
+    num_ranks = execution.cluster.num_gpus
+    partition = Partition.even(execution.request.new_tokens, num_ranks)
+    num_long = sum(tokens > partition.chunk_lens[-1] for tokens in partition.chunk_lens)
+    ranks = sorted({0, max(0, num_long - 1), num_long, num_ranks // 2, num_ranks - 1})
+    layers = [
+        _LayerOnDemand(execution.strategy, step)
+        for step in steps_of(execution, columns(partition.chunk_lens), _cost_for_memory(execution))
+    ]
+    alike = [0 if rank < num_long else num_long for rank in range(num_ranks)]
+    return list(_Parts(execution.placed).ranks(execution.strategy, partition, layers, ranks, alike))
+
+
+class _LayerOnDemand(Sequence[tuple[Op, ...]]):
+    """The operations of each rank in a kind of layer, made when they are read."""
+
+    def __init__(self, strategy: Strategy, step: Step) -> None:
+        self.of_rank = cache(lambda rank: tuple(layer_ops(strategy, step, rank)))
+        self.num_ranks = len(step.chunks)
+
+    def __len__(self) -> int:
+        return self.num_ranks
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self.of_rank(rank)
+
+
+def _cost_for_memory(execution: Execution) -> CostModel:
+    """A cost model without times, except where the number of attention calls depends on them."""
+    if len(execution.strategy.query_blocks) == 1:
+        return no_time(execution.placed.traits)
+    return execution.placed.cost
 
 
 def fits(scenario: Scenario, memory: tuple[RankMemory, ...]) -> bool:
@@ -129,37 +166,51 @@ class _Parts:
         mixers = [layer.mixer for layer in self.model.layer_kinds if layer.mixer is not None]
         self._score_heads = max((mixer.num_attention_heads for mixer in mixers), default=0)
         self._weights = self.model.weight_bytes(self.width)
+        self._kind_index = self.model.layer_kind_index if has_prefill(scenario) else ()
         # Most elements per token in a layer: the residual stream twice, and the tensors of the mixer or the MLP.
         self._elements = 2 * self.model.hidden_size + max(map(self._layer_elements, self.model.layer_kinds))
 
-    def rank(
-        self, strategy: Strategy, partition: Partition, program: Program, rank: int, in_flight: Array
+    def ranks(
+        self,
+        strategy: Strategy,
+        partition: Partition,
+        layers: Sequence[Sequence[Sequence[Op]]],
+        ranks: Sequence[int],
+        alike: Sequence[int] | None = None,
+    ) -> Iterator[RankMemory]:
+        """Memory of some ranks; layers: operations by kind of layer and rank. alike: see bytes_in_flight."""
+        in_flight = np.array([bytes_in_flight(kind, ranks, alike) for kind in layers])
+        for index, rank in enumerate(ranks):
+            yield self._rank(strategy, partition, [kind[rank] for kind in layers], rank, in_flight[:, index])
+
+    def _rank(
+        self, strategy: Strategy, partition: Partition, kinds: Sequence[Sequence[Op]], rank: int, in_flight: Array
     ) -> RankMemory:
-        """Memory of a rank; `in_flight`: bytes in flight on the rank in a layer, for each kind of layer."""
+        """Memory of a rank; `kinds`, `in_flight`: its operations and its bytes in flight, for each kind of layer."""
         model = self.model
         request = self.request
         chunk = partition.chunk_lens[rank]
         access = self.scenario.prefix_access_plan
         caches = []
         gathered = []
-        for kind, layer, in_flight_bytes in zip(program.layers, model.layer_kinds, in_flight, strict=True):
+        for kind, layer, in_flight_bytes in zip(kinds, model.layer_kinds, in_flight, strict=True):
             shares = access.share and not isinstance(layer.mixer, Recurrence)  # ranks keep only a share of the prefix
             others = self.cache(layer, request.cached_prefix) * (1.0 - access.share) if shares else 0.0
-            cached = [float(op.kv_bytes[0]) for op in kind[rank] if isinstance(op, Compute) and op.kv_bytes is not None]
+            cached = [float(op.kv_bytes[0]) for op in kind if isinstance(op, Compute) and op.kv_bytes is not None]
             # Bytes that are loaded for only this layer count as in flight.
-            dropped = sum(op.nbytes.item() for op in kind[rank] if isinstance(op, Load) and not op.ahead)
+            dropped = sum(op.nbytes.item() for op in kind if isinstance(op, Load) and not op.ahead)
             peak = max(cached, default=self.cache(layer, request.context_len)) - dropped
             gathers = strategy.gathers_kv and access.access == "pass-kv"
             caches.append(peak - others * gathers)
             gathered.append(in_flight_bytes + peak - caches[-1])
-        ops = [op for kind in program.layers for op in kind[rank] if isinstance(op, Compute | RingPass)]
+        ops = [op for kind in kinds for op in kind if isinstance(op, Compute | RingPass)]
         scores = [float(op.score_elements[0]) for op in ops if op.score_elements is not None]
         merges = any(isinstance(op, RingPass) for op in ops)
         token_bytes = max(self._elements * self.width, self._merging() if merges else 0)
         is_last = rank == len(partition.chunk_lens) - 1
         return RankMemory(
             weights=self._weights,
-            kv_cache=round(sum(caches[kind] for kind in program.layer_kind_index)),
+            kv_cache=round(sum(caches[kind] for kind in self._kind_index)),
             gathered=round(max(gathered)),
             activations=max(self.batch * chunk * token_bytes, self._experts(chunk, request.new_tokens)),
             scores=self._scores(max(scores, default=self._all_scores(chunk))),

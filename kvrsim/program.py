@@ -14,8 +14,8 @@ batch executor; and in the bus executor.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -384,35 +384,37 @@ def loaded_bytes(program: Program, rank: int) -> float:
     return float(sum(op.nbytes.item() for _, op in program.ops(rank) if isinstance(op, Load)))
 
 
-def bytes_in_flight(layer: Sequence[Sequence[Op]]) -> list[float]:
-    """Peak bytes of each rank in one layer, for the first of a batch of partitions.
+def bytes_in_flight(
+    layer: Sequence[Sequence[Op]], ranks: Sequence[int], alike: Sequence[int] | None = None
+) -> list[float]:
+    """Peak bytes of these ranks in one layer, for the first of a batch of partitions.
 
     Messages and gathered pieces count until the next operation with `kv_bytes`, which has copied them. A ring holds the
     piece that it works on and the piece that arrives; an all-to-all holds the messages that it sends and receives; a
     load that is not `ahead` holds its own bytes and as many for the next load.
 
-    layer: the operations of each rank.
+    layer: the operations of each rank. alike: for each rank, a rank that gathers pieces of equal size; None: itself.
     """
-    sent: dict[tuple[int, int], deque[float]] = defaultdict(deque)
-    for src, ops in enumerate(layer):
-        for op in ops:
-            if isinstance(op, Send):
-                sent[src, op.dst].append(float(op.nbytes[0]))
-    gathers = [_gathers(ops) for ops in layer]
+    if alike is None:
+        alike = range(len(layer))
 
     @cache
-    def gathered(ranks: range, number: int) -> float:
-        return sum(float(gathers[rank][number].nbytes[0]) for rank in ranks)
+    def gathered(members: range, number: int) -> float:
+        counts = Counter(alike[member] for member in members)
+        return sum(count * float(_gathers(layer[rank])[number].nbytes[0]) for rank, count in counts.items())
 
     received = _received_bytes(layer)
 
-    def peak_of(rank: int, ops: Sequence[Op]) -> float:
+    def peak_of(rank: int) -> float:
+        sent: dict[int, Iterator[float]] = {}  # by sender: bytes of its messages to the rank, in order
         peak = waiting = 0.0
         num_gathers = num_exchanges = 0
-        for op in ops:
+        for op in layer[rank]:
             now = 0.0
-            if isinstance(op, Recv) and sent[op.src, rank]:
-                waiting += sent[op.src, rank].popleft()
+            if isinstance(op, Recv):
+                if op.src not in sent:
+                    sent[op.src] = _sent_to(rank, layer[op.src])
+                waiting += next(sent[op.src], 0.0)
             elif isinstance(op, AllGather):
                 waiting += gathered(op.members(rank, len(layer)), num_gathers)
                 num_gathers += 1
@@ -428,17 +430,22 @@ def bytes_in_flight(layer: Sequence[Sequence[Op]]) -> list[float]:
                 waiting = 0.0
         return peak
 
-    return [peak_of(rank, ops) for rank, ops in enumerate(layer)]
+    return [peak_of(rank) for rank in ranks]
+
+
+def _sent_to(rank: int, ops: Sequence[Op]) -> Iterator[float]:
+    """Bytes of the messages to a rank, in order, for the first of a batch of partitions."""
+    return (float(op.nbytes[0]) for op in ops if isinstance(op, Send) and op.dst == rank)
 
 
 def _received_bytes(layer: Sequence[Sequence[Op]]) -> Callable[[int, int], float]:
     """Return a function of a rank and a number: bytes that the rank receives in its all-to-all of this number."""
-    exchanges = [[op for op in ops if isinstance(op, AllToAll)] for ops in layer]
 
     @cache
     def sent(number: int) -> Array:
         """Bytes of each rank's messages to the ranks after it in turn, shape (p, p - 1)."""
-        return np.stack([own[number].nbytes[:, 0] for own in exchanges])
+        exchanges = [[op for op in ops if isinstance(op, AllToAll)] for ops in layer]
+        return np.stack([ops[number].nbytes[:, 0] for ops in exchanges])
 
     def received(rank: int, number: int) -> float:
         sources = np.delete(np.arange(len(layer)), rank)

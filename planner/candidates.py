@@ -18,8 +18,9 @@ from kvrsim.choices import PrefixAccess
 from kvrsim.compile import build_program, columns
 from kvrsim.errors import ABSENT, InputError
 from kvrsim.execution import Execution, place
+from kvrsim.executors.chain import Chain
 from kvrsim.executors.run import Run, Runner, run_partition
-from kvrsim.memory import RankMemory, fits, memory_of
+from kvrsim.memory import RankMemory, fits, largest_of_even_chunks, memory_of
 from kvrsim.model.mixers import Recurrence
 from kvrsim.notes import note
 from kvrsim.once import once
@@ -63,12 +64,16 @@ _SECONDS_A_MESSAGE = 1.5e-4  # a message on a bus, where each one is simulated
 _SECONDS_A_LINK = 1e-3  # a message of a chain on a bus, with the plan of its chunks
 _SECONDS_A_PAIR = 5e-6  # a message between any two ranks
 _SECONDS_A_ROUND = 4e-8  # a rank's part in a round of a ring or of an all-gather
+_SECONDS_A_BLOCK = 6e-4  # a rank's operations in a kind of layer
 _SECONDS_AN_EXCHANGE = 1.4e-5  # a pair of ranks that exchange tokens for their experts
 _SECONDS_A_STAGE = 5e-4  # a rank of a pipeline
 _SECONDS_A_PIPELINE_STEP = 1e-4  # a step of all stages, for all partitions of a round
 _SECONDS_A_STEP = 1e-5  # a layer of a piece, in a pipeline that loads a cached prefix
 _SEVERAL_KINDS = 15.0  # factor on the seconds of a pipeline whose layers differ
-_SECONDS_A_LAYER = 1.3e-4  # a rank's layer, if layers differ
+_SECONDS_A_LAYER = 2e-5  # a rank's layer with its messages, if layers differ
+_SECONDS_A_SPREAD_LAYER = 1.3e-4  # the same, if ranks exchange tokens for their experts
+_SECONDS_A_BALANCE = 1.2e-3  # a rank's chunk of balanced ones, for each kind of layer
+_SIMULATIONS_OF_ERRORS = 5.0  # simulations that take as long as those of the sources of a prediction's error
 _LEAST_GAIN = 0.02  # a rare strategy is tried if its estimate is shorter than the best TTFT by more than this share
 _FAR = 1.5  # a strategy that takes long to simulate is tried if its estimate is at most this many times the best TTFT
 _TOO_LONG = "one simulation takes longer than --search-budget allows"
@@ -78,7 +83,8 @@ _SLOW = f"more than {_FAR:g} times as slow by an estimate; --strategies NAME tri
 _TOO_LARGE = "they need more memory than a GPU may use"
 _EQUAL_LAYERS = 8  # layers of one kind that are simulated until times advance steadily
 _FIRST_SHARE = 2.0  # share of the search budget for first simulations that take long
-_CHEAP_S = 0.1  # strategies whose first simulation takes less are always compared
+_CHEAP_S = 0.25  # strategies whose first simulation takes less are always compared
+_CHEAP_ERRORS_S = 0.1  # sources of errors are simulated if all their simulations of a strategy take less
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +147,14 @@ class Candidate:
         """TTFT of the same partition over links that take no time."""
         return ttft_of(self.execution.on(self.execution.placed.without_communication), self.partition)
 
+    @property
+    def exposed_comm_s(self) -> float:
+        """TTFT minus that of the same partition with free links; estimated if simulations take long."""
+        if not self.is_slow:
+            return max(0.0, self.ttft_s - self.ttft_without_communication_s)
+        free = self.execution.on(self.execution.placed.without_communication)
+        return max(0.0, self.ttft_s * (1 - estimate_s(free) / estimate_s(self.execution)))
+
     @cached_property
     def compute_s(self) -> tuple[float, ...]:
         """Device time of each rank's own operations."""
@@ -173,16 +187,31 @@ class Candidate:
         return fits(self.execution.placed, self.memory)
 
     @cached_property
+    def is_slow(self) -> bool:
+        """Whether its errors and limits are estimated, because simulations of all their sources take long."""
+        work_s = sum(_work(self.execution, len(self.partition.chunk_lens)))
+        return _SIMULATIONS_OF_ERRORS * work_s > _CHEAP_ERRORS_S
+
+    @cached_property
     def sensitivities(self) -> Sensitivities:
         """Changes of log TTFT by error source."""
+        if self.is_slow:
+            return self.estimated_sensitivities
         return sensitivities(self.execution, self.partition, ttft_s=self.ttft_s)
+
+    @cached_property
+    def estimated_sensitivities(self) -> Sensitivities:
+        """The same without simulations."""
+        return sensitivities(self.execution, self.partition, ttft_s=self.ttft_s, is_estimated=True)
 
     @cached_property
     def interval(self) -> Interval:
         """The 80 % prediction interval of TTFT."""
         known = vars(self).get("sensitivities")
         if known is None:
-            known = sensitivities(self.execution, self.partition, for_differences=False, ttft_s=self.ttft_s)
+            known = sensitivities(
+                self.execution, self.partition, for_differences=False, ttft_s=self.ttft_s, is_estimated=self.is_slow
+            )
         return interval_of(known, self.ttft_s)
 
     @cached_property
@@ -190,7 +219,7 @@ class Candidate:
         """The shares of the kinds of operations in the critical path, largest first."""
         from planner.limits import limits_of
 
-        return limits_of(self.execution, self.partition)
+        return limits_of(self.execution, self.partition, is_estimated=self.is_slow)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -511,21 +540,21 @@ def search_all(compared: ComparedStrategies, search: Search) -> Comparison:
 
     If `compared.limited`, every partition is rough at first: even pieces, or the chain's analytical plan. Then the
     strategies that could be the best, or the best that engines have, are searched, the likeliest first, until the
-    budget is spent. kvr-s is always searched to the end, unless a simulation takes long. Strategies whose first
-    simulation takes long come last, and only within the budget. The budget counts modelled work, not measured time,
-    so that a busy machine finds the same result.
+    budget is spent. kvr-s is always searched, within half of the budget, unless a simulation takes long. Strategies
+    whose first simulation takes long come last, and only within the budget. The budget counts modelled work, not
+    measured time, so that a busy machine finds the same result.
 
     While nothing fits, the budget does not count: all strategies are tried, the rare ones as well.
     """
     limited = compared.limited and search.options.method == "auto"
-    by_name, not_tried = _first_candidates(compared, search, limited=limited)
-    unsearched = _search_the_likeliest(compared, search, by_name) if limited else ()
-    return Comparison(by_name, unsearched, not_tried)
+    trial = _first_candidates(compared, search, limited=limited)
+    unsearched = _search_the_likeliest(trial) if limited else ()
+    groups = trial.not_tried.items() if trial.any_fits else ()
+    not_tried = tuple(NotTried(strategies=tuple(names), why=why) for why, names in groups)
+    return Comparison(trial.by_name, unsearched, not_tried)
 
 
-def _first_candidates(
-    compared: ComparedStrategies, search: Search, *, limited: bool
-) -> tuple[dict[str, Candidate], tuple[NotTried, ...]]:
+def _first_candidates(compared: ComparedStrategies, search: Search, *, limited: bool) -> _Trial:
     """A candidate of each strategy, rough if limited; and strategies that could fit and are not tried.
 
     If limited, strategies whose first simulation takes long, and the rare ones, are tried only where an estimate says
@@ -557,8 +586,7 @@ def _first_candidates(
             trial.run(execution)
     if not trial.any_fits and limited and compared.misfits:
         trial.run(compared.misfits[0])  # the nearest of those that cannot fit
-    groups = trial.not_tried.items() if trial.any_fits else ()
-    return trial.by_name, tuple(NotTried(strategies=tuple(names), why=why) for why, names in groups)
+    return trial
 
 
 class _Trial:
@@ -571,6 +599,7 @@ class _Trial:
         self.by_name: dict[str, Candidate] = {}
         self.not_tried: dict[str, list[str]] = {}  # names of strategies, by the reason
         self.left_s = _FIRST_SHARE * search.options.search_budget  # for simulations that take long
+        self.for_searches_s = search.options.search_budget
 
     @property
     def any_fits(self) -> bool:
@@ -582,10 +611,12 @@ class _Trial:
         strategy = execution.strategy
         by_name = self.by_name
         is_rough = self.limited and strategy.partition_rule in _MOST_GAIN
-        if strategy.name == KVR_S.name and _first_s(execution) <= _CHEAP_S:
+        if strategy.name == KVR_S.name and _first_s(execution) <= _CHEAP_S and self.for_searches_s > 0:
             is_rough = False
         if is_rough:
             by_name[strategy.name] = _rough(execution, by_name)
+        elif self.limited and strategy.name == KVR_S.name:
+            by_name[strategy.name] = self._searched_chain(execution)
         else:
             by_name[strategy.name] = self.search.candidate(execution, _chain(by_name, strategy))
         if self.search.on_candidate is not None:
@@ -593,6 +624,15 @@ class _Trial:
         if self.search.on_progress is not None:
             number = max(len(by_name), len(self.compared.executions))
             self.search.on_progress(len(by_name), None, f"{strategy.name} ({len(by_name)} of {number})")
+
+    def _searched_chain(self, execution: Execution) -> Candidate:
+        """The candidate of KVR's chain, whose search may take half of the budget."""
+        work = _work(execution, execution.cluster.num_gpus)
+        half_s = self.for_searches_s / 2
+        allowance = Allowance(left_s=half_s, each_s=work.partition_s, program_s=work.program_s)
+        candidate = replace(self.search, allowance=allowance).candidate(execution)
+        self.for_searches_s -= half_s - allowance.left_s
+        return candidate
 
     def run_within_budget(self, execution: Execution) -> None:
         """Make the candidate, at the expense of the budget."""
@@ -670,11 +710,12 @@ def _to_beat_s(of_engine: bool, by_name: dict[str, Candidate], has_engine: dict[
     return min((by_name[name].ttft_s for name in rivals if by_name[name].fits), default=math.inf)
 
 
-def _search_the_likeliest(
-    compared: ComparedStrategies, search: Search, by_name: dict[str, Candidate]
-) -> tuple[str, ...]:
+def _search_the_likeliest(trial: _Trial) -> tuple[str, ...]:
     """Search strategies that could be the best, the likeliest first; return those that the budget leaves unsearched."""
-    left_s = search.options.search_budget
+    compared = trial.compared
+    search = trial.search
+    by_name = trial.by_name
+    left_s = trial.for_searches_s
     unsearched = list[str]()
     executions = {one.strategy.name: one for one in (*compared.executions, *compared.rare)}
     has_engine = _engine_has(compared, search.engine)
@@ -768,18 +809,25 @@ def _work(execution: Execution, pieces: int) -> _Work:
         if len(execution.placed.share.layer_kinds) > 1:
             partition_s *= _SEVERAL_KINDS
         return _Work(_SECONDS_A_STAGE * ranks, partition_s)
-    if execution.strategy.partition_rule != "search":
-        kinds = len(execution.placed.share.layer_kinds)
+    kinds = len(execution.placed.share.layer_kinds)
+    if execution.strategy.partition_rule != "search" and not execution.strategy.chains:
         rounds = min(layers, _EQUAL_LAYERS) if kinds == 1 else layers
         pair_s = _SECONDS_A_ROUND * rounds
         if not execution.placed.chain_is_proven:
             pair_s += _SECONDS_AN_EXCHANGE
-        return _Work(pair_s * ranks * ranks, 0.0)
-    if execution.strategy.near_chain and not execution.strategy.chains:
-        return _Work(_SECONDS_A_PAIR * layers * ranks * ranks, 2e-8 * layers * ranks * ranks)
+        return _Work(pair_s * ranks * ranks + _SECONDS_A_BLOCK * kinds * ranks, 0.0)
+    if Chain.suits(execution, execution.cluster):
+        return _Work(0.0, 1e-6 * ranks)
+    of_layers = _Work((_SECONDS_A_LAYER * layers + _SECONDS_A_BLOCK * kinds) * ranks, 8e-6 * ranks)
     if not execution.placed.chain_is_proven:
-        return _Work(_SECONDS_A_LAYER * layers * ranks, 8e-6 * ranks)
-    return _Work(0.0, 1e-6 * ranks * (1 if execution.strategy.chains else 2))
+        of_layers = _Work(_SECONDS_A_SPREAD_LAYER * layers * ranks, 8e-6 * ranks)
+    if execution.strategy.chains:
+        return of_layers
+    attending = sum(
+        not isinstance(layer.mixer, Recurrence) for layer in execution.placed.share.layers if layer.mixer is not None
+    )
+    pairs = attending * ranks * ranks
+    return _Work(of_layers.program_s + _SECONDS_A_PAIR * pairs, of_layers.partition_s + 2e-8 * pairs)
 
 
 @once
@@ -788,6 +836,8 @@ def _first_s(execution: Execution) -> float:
     ranks = execution.cluster.num_gpus
     pieces = min(execution.request.new_tokens, ranks)
     work = _work(execution, pieces)
+    if execution.strategy.partition_rule == "search" and not execution.cluster.shares_bandwidth:
+        return sum(work) + _SECONDS_A_BALANCE * ranks * len(execution.placed.share.layer_kinds)
     if execution.strategy.pipeline is None or execution.cluster.shares_bandwidth:
         return sum(work)
     steps = 2 * pieces + ranks * pieces.bit_length()  # of all numbers of pieces: 1, 2, 4, ...
@@ -800,10 +850,7 @@ def could_fit(execution: Execution) -> bool:
     return least_bytes(execution) <= execution.scenario.memory_limit.nbytes
 
 
-@once
-def _memory_of_even_chunks(execution: Execution) -> tuple[RankMemory, ...]:
-    """Memory of all GPUs with even chunks, without the times of the program, which a search need not know."""
-    return memory_of(execution, Partition.even(execution.request.new_tokens, execution.cluster.num_gpus))
+_largest_of_even_chunks = once(largest_of_even_chunks)
 
 
 @once
@@ -814,24 +861,20 @@ def least_bytes(execution: Execution) -> int:
     searched pipelines, the mean of weights and cache over the stages, because layers may move between stages.
     """
     strategy = execution.strategy
-    tokens = execution.request.new_tokens
-    ranks = execution.cluster.num_gpus
-    number = ranks
     if strategy.pipeline is not None:
         from planner.search.pipeline import piece_numbers  # imported only for pipelines
 
         number = max(piece_numbers(execution), default=1)
+        memory = _memory_of(execution, Partition.even(execution.request.new_tokens, max(1, number)))
+        if strategy.partition_rule == "searched-pieces":
+            return sum(rank.weights + rank.kv_cache + rank.runtime for rank in memory) // len(memory)
+        return max(rank.total for rank in memory)
     # Strategies near KVR's chain hold its weights and cache, and the chain has fewer messages.
     like = execution.by(chain_like(strategy)) if strategy.near_chain else execution
+    ranks = _largest_of_even_chunks(like)
     if strategy.partition_rule == "search":
-        memory = _memory_of_even_chunks(like)
-    else:
-        memory = _memory_of(like, Partition.even(tokens, max(1, number)))
-    if strategy.partition_rule == "searched-pieces":
-        return sum(rank.weights + rank.kv_cache + rank.runtime for rank in memory) // len(memory)
-    if strategy.partition_rule == "search":
-        return max(rank.weights + rank.kv_cache + rank.runtime for rank in memory)
-    return max(rank.total for rank in memory)
+        return max(rank.weights + rank.kv_cache + rank.runtime for rank in ranks)
+    return max(rank.total for rank in ranks)
 
 
 def distinct(names: Iterable[str | Strategy]) -> tuple[Strategy, ...]:

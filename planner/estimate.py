@@ -15,6 +15,7 @@ import numpy as np
 
 from kvrsim.execution import Execution
 from kvrsim.hardware import Path
+from kvrsim.kernels.cost import CostModel, column_of
 from kvrsim.program import AllGather, AllToAll, Array, Collective, Compute, Load, Op, RingPass
 from kvrsim.scenario import Partition
 from kvrsim.strategies import Step
@@ -31,25 +32,34 @@ def estimate_s(execution: Execution) -> float:
 
     Chunks that are searched are taken to balance the work of all ranks. Ranks on a bus have a fair share of it.
     """
+    return float(estimates_s(execution, execution.placed.cost)[0])
+
+
+def estimates_s(execution: Execution, cost: CostModel, num_columns: int = 1) -> Array:
+    """The estimate under a cost model with weights, shape (num_columns,), seconds; see estimate_s."""
     cluster = execution.cluster
     if cluster.shares_bandwidth:
         share = cluster.link.bandwidth_bytes_per_s / max(1, cluster.num_gpus - 1)
         execution = execution.on(execution.placed.with_own_links(share))
     if execution.strategy.pipeline is not None:
-        return _pipeline_s(execution)
+        return np.array([_pipeline_s(execution, column_of(cost, column)) for column in range(num_columns)])
     num_ranks = execution.cluster.num_gpus
     even = Partition.even(execution.request.new_tokens, num_ranks)
-    chunks = [np.full(1, float(tokens)) for tokens in even.chunk_lens]
-    starts = list(accumulate(chunks[:-1], initial=np.full(1, float(execution.request.cached_prefix))))
-    by_rank = _layer_seconds(execution, chunks, starts)
+    chunks = [np.full(num_columns, float(tokens)) for tokens in even.chunk_lens]
+    first = np.full(num_columns, float(execution.request.cached_prefix))
+    starts = list(accumulate(chunks[:-1], initial=first))
+    by_rank = _layer_seconds(execution, cost, chunks, starts)
     counts = Counter(execution.placed.share.layer_kind_index if has_prefill(execution.placed) else ())
-    ranks_s = [np.sum([count * kinds_s[kind] for kind, count in counts.items()]) for kinds_s in by_rank]
+    ranks_s = np.zeros((len(by_rank), num_columns))
+    for rank_s, kinds_s in zip(ranks_s, by_rank, strict=True):
+        for kind, count in counts.items():
+            rank_s += count * kinds_s[kind]
     is_balanced = execution.strategy.partition_rule == "search"
-    layers_s = np.mean(ranks_s) if is_balanced else np.max(ranks_s)
-    return float(layers_s + _ends_s(execution, chunks[-1], starts[-1]))
+    layers_s = ranks_s.mean(axis=0) if is_balanced else ranks_s.max(axis=0)
+    return np.asarray(layers_s + _ends_s(execution, cost, chunks[-1], starts[-1]))
 
 
-def _pipeline_s(execution: Execution) -> float:
+def _pipeline_s(execution: Execution, cost: CostModel) -> float:
     """The least estimate of a few numbers of even pieces.
 
     The stage with the most work takes all pieces, and each other stage takes the longest piece.
@@ -66,15 +76,16 @@ def _pipeline_s(execution: Execution) -> float:
         ends = execution.request.cached_prefix + np.cumsum(lengths)
         chunks = shares(lengths, context)
         starts = list(accumulate(chunks[:-1], initial=ends - lengths))
-        by_rank = _layer_seconds(execution, chunks, starts)
+        by_rank = _layer_seconds(execution, cost, chunks, starts)
         piece_s = np.zeros((len(layers), number))
         for kinds_s in by_rank:
             by_stage = [np.sum([kinds_s[kinds[layer]] for layer in stage], axis=0) for stage in layers]
             piece_s = np.maximum(piece_s, np.array(by_stage))
-        before_s = _seconds_of(before_step(execution.placed, chunks[0], ends, execution.placed.cost), execution, 0, {})
+        before_s = _seconds_of(before_step(execution.placed, chunks[0], ends, cost), execution, 0, {})
         piece_s += before_s + _message_s(execution, chunks[0])
         whole_s = piece_s.sum(axis=1).max() + piece_s.max(axis=1).sum() - piece_s.max()
-        least_s = min(least_s, float(whole_s) + _ends_s(execution, chunks[-1][-1:], starts[-1][-1:]))
+        ends_s = _ends_s(execution, cost, chunks[-1][-1:], starts[-1][-1:])
+        least_s = min(least_s, float(whole_s + ends_s[0]))
     return least_s
 
 
@@ -87,20 +98,18 @@ def _message_s(execution: Execution, chunk: Array) -> Array:
     return np.asarray(execution.cluster.path(0, context).busy_s(nbytes))
 
 
-def _ends_s(execution: Execution, chunk: Array, start: Array) -> float:
-    """Seconds of the operations before and after the layers, on the last rank."""
+def _ends_s(execution: Execution, cost: CostModel, chunk: Array, start: Array) -> Array:
+    """Seconds of the operations before and after the layers, on the last rank, with the shape of the chunk."""
     placed = execution.placed
     end = start + chunk
-    first = (
-        *request(placed, chunk),
-        *embedding(placed, chunk, placed.cost),
-        *before_step(placed, chunk, end, placed.cost),
-    )
-    ops = (*first, *last(placed, chunk, end, placed.cost))
-    return float(np.sum(_seconds_of(ops, execution, execution.cluster.num_gpus - 1, {})))
+    first = (*request(placed, chunk), *embedding(placed, chunk, cost), *before_step(placed, chunk, end, cost))
+    ops = (*first, *last(placed, chunk, end, cost))
+    return _seconds_of(ops, execution, execution.cluster.num_gpus - 1, {}) + np.zeros_like(chunk)
 
 
-def _layer_seconds(execution: Execution, chunks: Sequence[Array], starts: Sequence[Array]) -> list[list[Array]]:
+def _layer_seconds(
+    execution: Execution, cost: CostModel, chunks: Sequence[Array], starts: Sequence[Array]
+) -> list[list[Array]]:
     """Seconds of a layer, by rank and kind of layer, shape (B,): on the first, the middle and the last rank.
 
     chunks, starts: tokens of each rank that shares a layer, and tokens before them, shape (B,).
@@ -109,7 +118,7 @@ def _layer_seconds(execution: Execution, chunks: Sequence[Array], starts: Sequen
     num_ranks = len(chunks)
     steps = [
         Step(costs, chunks, starts, query_blocks=strategy.query_blocks, times_only=True)
-        for costs in execution.placed.layer_costs(execution.placed.cost)
+        for costs in execution.placed.layer_costs(cost)
     ]
     edges = _edges(execution, num_ranks) if num_ranks > 1 else {}
     return [

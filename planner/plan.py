@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from kvrsim.arguments import SearchArgs, TargetArgs
+from kvrsim.engine import DEVIATES_OF_80_PERCENT
 from kvrsim.errors import InputError
 from kvrsim.execution import execute
 from kvrsim.notes import note, without
@@ -54,6 +56,7 @@ from planner.uncertainty.intervals import (
     provenance,
     width_notes,
 )
+from planner.uncertainty.sensitivities import ratio_log_sd_of
 
 # Modules for noise, tables and plans that do not fit are imported on use, because each import slows down every start.
 if TYPE_CHECKING:
@@ -271,11 +274,12 @@ class Ranking:
         if other.fits != one.fits:
             return False
         faster, slower = sorted((one, other), key=self._ranking_s)
-        if self._ranking_s(slower) > MOST_OF_A_TIE * self._ranking_s(faster):
+        ratio = self._ranking_s(slower) / self._ranking_s(faster)
+        if ratio > MOST_OF_A_TIE:
             return False
-        return is_indistinguishable(
-            faster.sensitivities, slower.sensitivities, self._ranking_s(faster), self._ranking_s(slower)
-        )
+        if math.log(ratio) <= DEVIATES_OF_80_PERCENT * ratio_log_sd_of(faster.execution.placed):
+            return True  # other sources only widen the interval
+        return is_indistinguishable_from(faster, slower, ratio)
 
     def promise(self, target: TargetArgs, seed: int) -> Promise:
         """The promise for the best strategy."""
@@ -434,10 +438,17 @@ class Ranking:
             return []
         if even.ttft_s > best.ttft_s * NEAR:  # avoid the slow computation of sensitivities
             return []
-        if not is_indistinguishable(best.sensitivities, even.sensitivities, best.ttft_s, even.ttft_s):
+        if not is_indistinguishable_from(best, even, even.ttft_s / best.ttft_s):
             return []
         gain = even.ttft_s / best.ttft_s - 1
         return [note("even chunks" if gain < _LEAST_GAIN else "even chunks, tied", gain=gain)]
+
+
+def is_indistinguishable_from(faster: Candidate, slower: Candidate, ratio: float) -> bool:
+    """Whether the interval of the ratio of two TTFTs contains 1; both by simulations, or both by estimates."""
+    if faster.is_slow or slower.is_slow:
+        return is_indistinguishable(faster.estimated_sensitivities, slower.estimated_sensitivities, 1.0, ratio)
+    return is_indistinguishable(faster.sensitivities, slower.sensitivities, 1.0, ratio)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -462,7 +473,7 @@ class _RankedCandidate:
 
     @property
     def exposed_comm_s(self) -> float:
-        return max(0.0, self.candidate.ttft_s - self.candidate.ttft_without_communication_s)
+        return self.candidate.exposed_comm_s
 
     @cached_property
     def wait_s(self) -> tuple[float, ...]:

@@ -12,7 +12,7 @@ All arguments may be arrays over a batch of partitions; all results have their s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, NamedTuple, Protocol
 
@@ -257,6 +257,13 @@ class WeightedCost:
 
 
 CostModel = CalibratedCost | RooflineCost | WeightedCost
+
+
+def column_of(cost: CostModel, column: int) -> CostModel:
+    """The cost model with one column of its weights; unchanged if it has no weights, or lists the parts."""
+    if not isinstance(cost, WeightedCost) or isinstance(cost.weights, _Listing):
+        return cost
+    return replace(cost, weights={part: weight[column : column + 1] for part, weight in cost.weights.items()})
 
 
 class _Listing(dict[Part, Array]):

@@ -6,6 +6,8 @@ engine was compared with whole prefills. The strategy is simulated again with ea
 of its 80 % interval, DEVIATES_OF_80_PERCENT standard deviations from its central value. If the strategies of a plan
 share a source (a table, a link, the host), its error is the same for all, so the sensitivities of two strategies may be
 subtracted. Errors are standard deviations of a logarithm (log_sd).
+
+Where a simulation takes long, the estimate of planner.estimate takes its place: only ratios of TTFTs are needed.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from kvrsim.layout import LAYOUT_KINDS
 from kvrsim.placement import PlacedScenario
 from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
+from planner.estimate import estimates_s
 
 RUN_TO_RUN = 0.014 / 0.6745  # log_sd: medians of repeated serving runs differ by 1.4 %
 _PER_DOUBLING = 0.02  # log_sd added for each doubling outside the measured range
@@ -106,36 +109,40 @@ class Perturbation(NamedTuple):
 
 
 def sensitivities(
-    execution: Execution, partition: Partition, *, for_differences: bool = True, ttft_s: float | None = None
+    execution: Execution,
+    partition: Partition,
+    *,
+    for_differences: bool = True,
+    ttft_s: float | None = None,
+    is_estimated: bool = False,
 ) -> Sensitivities:
     """The sensitivities of log TTFT by source.
 
     for_differences: also those that count only in the difference of two strategies, which take most of the simulations.
-    ttft_s: TTFT of the partition; None: it is simulated.
+    ttft_s: TTFT of the partition; None: it is simulated. is_estimated: nothing is simulated under changed sources; TTFT
+    changes as the estimate of even chunks changes.
     """
     profile = execution.placed.profile
     if profile is None:
         return _ROOFLINE
     by_source = dict[ErrorSource, Sensitivity]()
     in_differences = dict[ErrorSource, Sensitivity]()
-    runs = _Runs(execution, partition, ttft_s)
+    runs = _Estimates(execution, partition, ttft_s) if is_estimated else _Runs(execution, partition, ttft_s)
     residual = end_to_end_residual(execution.placed)
     engine = execution.placed.engine
     has_shares = engine is not None and engine.has_share_interval
     rows_log_sd = None if engine is None or has_shares else engine_log_sd(runs)
+    ratio_log_sd = ratio_log_sd_of(execution.placed)
     if residual is not None:
         half_width = math.log1p(residual.p80_ape)
         by_source["published TTFTs"] = Sensitivity(-half_width, half_width)
-        ratio_log_sd = residual.cross_validated_speedup_mape * _SD_OF_MEAN_ERROR
     elif has_shares:
-        ratio_log_sd = run_to_run_log_sd(profile)
         if for_differences:
             alone, _ = runs.device()
             in_differences |= alone
         causes = error_rule().log_sds(runs.shares())
         by_source |= {cause: Sensitivity.proportional(log_sd) for cause, log_sd in causes.items()}
     else:
-        ratio_log_sd = run_to_run_log_sd(profile)
         alone, together = runs.device()
         by_source |= together
         if rows_log_sd is None:
@@ -164,6 +171,16 @@ def sensitivities(
     return Sensitivities(by_source=by_source, in_differences=in_differences, ratio_log_sd=ratio_log_sd)
 
 
+def ratio_log_sd_of(scenario: Scenario) -> float:
+    """The log_sd of the ratio of two strategies' TTFTs if all sources are exact."""
+    if scenario.profile is None:
+        return RUN_TO_RUN
+    residual = end_to_end_residual(scenario)
+    if residual is not None:
+        return residual.cross_validated_speedup_mape * _SD_OF_MEAN_ERROR
+    return run_to_run_log_sd(scenario.profile)
+
+
 class _Runs:
     """Simulations of one strategy with one partition under changed sources."""
 
@@ -171,6 +188,7 @@ class _Runs:
         """ttft_s: TTFT of the unchanged scenario; None: unknown."""
         self.execution = execution
         self.chunks = columns(partition.chunk_lens)
+        self._known_s = ttft_s
         is_known = ttft_s is not None and not execution.cluster.shares_bandwidth  # on a bus, see _ttft_s
         self._log_s = math.log(ttft_s) if is_known and ttft_s else None  # log TTFT of the unchanged scenario
 
@@ -179,8 +197,7 @@ class _Runs:
         scenario = self.execution.placed
         assert scenario.profile is not None, "a roofline has no measured parts"
         cost, parts = listing(scenario.cost)
-        # All pieces of a pipeline have the same parts.
-        build_program(self.execution, self.chunks[: 1 if self.execution.strategy.pipeline else None], cost)
+        self._price(cost)
         alone = part_errors(scenario.profile, parts)
         together = common_errors(scenario, parts)
         every = {**alone, **together}
@@ -196,11 +213,15 @@ class _Runs:
         by_source = {source: Sensitivity(*map(float, pair)) for source, pair in zip(every, pairs, strict=True)}
         return {source: by_source[source] for source in alone}, {source: by_source[source] for source in together}
 
+    def _price(self, cost: CostModel) -> None:
+        """Price every part of the device's time once. All pieces of a pipeline have the same parts."""
+        build_program(self.execution, self.chunks[: 1 if self.execution.strategy.pipeline else None], cost)
+
     def to(self, source: StartupDelay | Perturbation) -> Sensitivity:
         """The sensitivity to a source. If a slower source does not change TTFT, a faster one does not either."""
         if isinstance(source, StartupDelay):
             added_s = (source.seconds * (_end(sign * source.log_sd) - 1) for sign in (-1, 1))
-            ttft_s = math.exp(self.log_s)
+            ttft_s = self._known_s or math.exp(self.log_s)
             return Sensitivity(*(math.log1p(one / ttft_s) for one in added_s))
         high = self._log_ttft(source.by(_end(source.log_sd))) - self.log_s
         low = self._log_ttft(source.by(_end(-source.log_sd))) - self.log_s if abs(high) > _LEAST_CHANGE else 0.0
@@ -240,6 +261,21 @@ class _Runs:
             cluster = scenario.with_own_links(cluster.link.bandwidth_bytes_per_s / flows).cluster
         runner = Runner(self.execution.on(scenario), cost=cost, cluster=cluster)
         return np.asarray(runner.finish_s(np.stack(chunks))[-1])
+
+
+class _Estimates(_Runs):
+    """The same with estimates of TTFT in place of simulations."""
+
+    def __init__(self, execution: Execution, partition: Partition, ttft_s: float | None) -> None:
+        super().__init__(execution, partition, ttft_s)
+        self._log_s = None  # changes are those of the estimate
+
+    def _price(self, cost: CostModel) -> None:
+        estimates_s(self.execution, cost)
+
+    def _ttft_s(self, scenario: PlacedScenario, chunks: list[Array], cost: CostModel | None = None) -> Array:
+        """The estimate of each column."""
+        return estimates_s(self.execution.on(scenario), cost or scenario.cost, len(chunks[0]))
 
 
 def _end(log_sd: float) -> float:

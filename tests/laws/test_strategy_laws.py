@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from kvrsim.compile import build_program
 from kvrsim.executors.batch import run_batch
-from kvrsim.memory import memory_of
+from kvrsim.memory import RankMemory, largest_of_even_chunks, memory_of
 from kvrsim.model.mixers import Attention, Mixer, Recurrence
 from kvrsim.program import AllGather, AllToAll, Op, Program, Recv, RingPass, Send, host_s_of, work_s
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from planner.candidates import Search
 from planner.simulate import run_simulation
-from tests.building import Draws, any_placed, draws, examples, executed, measured_scenarios, weights_of
+from tests.building import Draws, any_placed, any_run, draws, examples, executed, measured_scenarios, weights_of
 from tests.laws.test_executors import HYBRIDS
 
 NAMES = (*(name for name in STRATEGIES if name not in ("kvr-s", "kvr-p")), *HYBRIDS)  # both run kvr-e's program
@@ -192,3 +192,21 @@ def test_a_ring_launches_a_call_and_a_merge_for_each_block(rng: Draws) -> None:
     for rank in range(program.num_ranks):
         ring_s = sum(host_s_of(op) for _, op in program.ops(rank))
         assert ring_s - alone_s >= 2 * (ranks - 1) * with_attention * (1 - 1e-6) - 1e-6 * ring_s
+
+
+@given(rng=draws())
+@examples(80)
+def test_a_few_ranks_need_what_the_largest_of_all_needs(rng: Draws) -> None:
+    """With even chunks: the peak, and the weights and the cache, are those of the programs of all ranks."""
+    strategy = rng.choice([one for one in STRATEGIES.values() if one.pipeline is None and one.name != "kvr-p"])
+
+    execution = executed(any_run(rng, strategy, num_gpus=(2, 24)), strategy)
+    partition = Partition.even(execution.request.new_tokens, execution.cluster.num_gpus)
+    every = memory_of(execution, partition)
+    few = largest_of_even_chunks(execution)
+    assert max(rank.total for rank in few) == max(rank.total for rank in every)
+
+    def lasting(rank: RankMemory) -> int:
+        return rank.weights + rank.kv_cache + rank.runtime
+
+    assert max(map(lasting, few)) == max(map(lasting, every))

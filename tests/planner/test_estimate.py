@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import pytest
 
@@ -11,6 +12,9 @@ from kvrsim.errors import InputError
 from kvrsim.strategies import get_strategy
 from planner.candidates import Search, execution_of, rare_for, search_all, strategies_to_compare
 from planner.estimate import estimate_s
+from planner.limits import limits_of
+from planner.uncertainty.intervals import interval_of, is_indistinguishable
+from planner.uncertainty.sensitivities import Sensitivities, sensitivities
 
 MIXTURE = {"model": "qwen3-30b-a3b", "cluster": "2x8xh100", "ctx": "8k"}
 QUESTIONS = (
@@ -64,3 +68,39 @@ def test_a_default_comparison_tries_a_rare_strategy_that_an_estimate_finds_faste
     for name, execution in rare.items():
         if "estimate" in left_out[name]:
             assert estimate_s(execution) > 0.98 * best_s
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=str)
+def test_estimated_errors_are_close_to_the_simulated_ones(question: dict[str, object]) -> None:
+    """Intervals, and the ratio of TTFTs up to which two strategies are indistinguishable."""
+    scenario = kvrsim.make_scenario(**question)[0]
+    names = ("kvr-s", "kvr-e", "tsp", "zigzag-ring", "tp2+kvr-s", "tp4+ring")
+    simulated = list[Sensitivities]()
+    estimated = list[Sensitivities]()
+    for name in names:
+        with suppress(InputError):
+            one = Search().candidate(execution_of(scenario, get_strategy(name)))
+            simulated.append(sensitivities(one.execution, one.partition, ttft_s=one.ttft_s))
+            estimated.append(one.estimated_sensitivities)
+    assert len(simulated) > 3
+    for near, exact in zip(estimated, simulated, strict=True):
+        assert set(near.by_source) == set(exact.by_source)
+        assert interval_of(near, 1.0).low_s == pytest.approx(interval_of(exact, 1.0).low_s, rel=0.1)
+        assert interval_of(near, 1.0).high_s == pytest.approx(interval_of(exact, 1.0).high_s, rel=0.1)
+        assert largest_tie(estimated[0], near) == pytest.approx(largest_tie(simulated[0], exact), abs=0.05)
+
+
+def largest_tie(first: Sensitivities, second: Sensitivities) -> float:
+    """The largest ratio of two TTFTs that is within the interval of their difference, to 0.1 %."""
+    ratios = [1 + number / 1000 for number in range(1000)]
+    return max(ratio for ratio in ratios if is_indistinguishable(first, second, 1.0, ratio))
+
+
+def test_estimated_limits_are_close_to_the_simulated_ones() -> None:
+    scenario = kvrsim.make_scenario(**MIXTURE)[0]
+    for name in ("kvr-s", "tsp", "tp2+kvr-s", "tp4+ring"):
+        one = Search().candidate(execution_of(scenario, get_strategy(name)))
+        exact = {limit.operation: limit.share for limit in limits_of(one.execution, one.partition)}
+        near = {limit.operation: limit.share for limit in limits_of(one.execution, one.partition, is_estimated=True)}
+        for operation in {*exact, *near}:
+            assert near.get(operation, 0.0) == pytest.approx(exact.get(operation, 0.0), abs=0.12)
