@@ -6,7 +6,6 @@ python read_predictor.py PREDICTOR TOKENS [CACHED_PREFIX [BATCH]]
 import json
 import sys
 from bisect import bisect_right
-from itertools import product
 
 
 def around(knots: list[int], value: int) -> list[tuple[int, float]]:
@@ -20,31 +19,42 @@ def around(knots: list[int], value: int) -> list[tuple[int, float]]:
 
 def predict(grid: dict, ctx: int, cached_prefix: int = 0, batch: int = 1) -> dict:
     """Seconds to the first token with their 80 % interval, and the strategy; ValueError outside the grid."""
+    lengths, prefixes, batches = grid["new_tokens"], grid["cached_prefix"], grid["batch"]
     new = ctx - cached_prefix
-    for name, value, knots in (
-        ("context", ctx, [grid["new_tokens"][0], grid["longest_context"]]),
-        ("batch", batch, grid["batch"]),
-        ("cached prefix", cached_prefix, grid["cached_prefix"]),
-        ("new tokens", new, grid["new_tokens"]),
+    for name, value, least, most in (
+        ("context", ctx, lengths[0], grid["longest_context"]),
+        ("batch", batch, batches[0], batches[-1]),
+        ("cached prefix", cached_prefix, prefixes[0], prefixes[-1]),
+        ("new tokens", new, lengths[0], lengths[-1]),
     ):
-        if not knots[0] <= value <= knots[-1]:
-            raise ValueError(f"{name} {value}: the predictor has {knots[0]} to {knots[-1]}")
-    rows, columns = around(grid["batch"], batch), around(grid["cached_prefix"], cached_prefix)
-    cells = [(b, p, wb * wp) for (b, wb), (p, wp) in product(rows, columns)]
-    lengths = around(grid["new_tokens"], new)
+        if not least <= value <= most:
+            raise ValueError(f"{name} {value}: the predictor has {least} to {most}")
+    columns = around(prefixes, cached_prefix)
+    cells = [(b, p, wb * wp) for b, wb in around(batches, batch) for p, wp in columns]
+    places = around(lengths, new)
+    first, share = places[0]
+    last, rest = places[-1]
+    if last == first:
+        rest = 0.0
 
     def mean(seconds: list) -> float:
-        return sum(weight * wn * seconds[b][p][n] for b, p, weight in cells for n, wn in lengths)
+        total = 0.0
+        for b, p, weight in cells:
+            row = seconds[b][p]
+            total += weight * (share * row[first] + rest * row[last])
+        return total
 
-    def most(one: dict) -> float:  # new tokens that fit in memory
-        return sum(weight * grid["batch"][b] * one["most_new_tokens"][b][p] for b, p, weight in cells) / batch
-
-    fitting = [one for one in grid["strategies"] if new <= most(one)]
-    if not fitting:
+    best, least_s = None, float("inf")
+    for one in grid["strategies"]:
+        room = one["most_new_tokens"]  # new tokens that fit in memory
+        if new * batch <= sum([weight * batches[b] * room[b][p] for b, p, weight in cells]):
+            seconds = mean(one["ttft_s"])
+            if seconds < least_s:
+                best, least_s = one, seconds
+    if best is None:
         raise ValueError(f"{new} new tokens do not fit in the GPUs' memory")
-    best = min(fitting, key=lambda one: mean(one["ttft_s"]))
-    found = {name: mean(best[name]) for name in ("ttft_s", "ttft_low_s", "ttft_high_s")}
-    return found | {"strategy": best["strategy"]}
+    ends = {"ttft_low_s": mean(best["ttft_low_s"]), "ttft_high_s": mean(best["ttft_high_s"])}
+    return {"ttft_s": least_s, **ends, "strategy": best["strategy"]}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ _MEASURED_SHARE = 0.5  # a GPU without a datasheet has a measured peak, which ot
 _ANOTHER_UNIT = 20  # a time that is this many times below the peak has probably another unit
 MILLISECONDS = "a column of milliseconds: ttft_ms, or `columns` ttft_ms=COLUMN"
 SECONDS = "a column of seconds: ttft_s, or `columns` ttft_s=COLUMN"
-_UNITS_S = {"seconds": 1.0, "milliseconds": 1e-3}  # units that a column without one may have
+UNITS_S = {"seconds": 1.0, "milliseconds": 1e-3}  # units that a column without one may have
 
 
 def least_seconds(scenario: Scenario) -> float:
@@ -58,10 +58,10 @@ def check_times(cases: Sequence[PrefillCase]) -> tuple[tuple[PrefillCase, ...], 
         if column is None:
             continue
         ratio = statistics.median(cases[place].row.ttft_s / predicted_s[place] for place in places)
-        unit = min(_UNITS_S, key=lambda name: abs(log(ratio * _UNITS_S[name])))
+        unit = likely_unit(ratio)
         notes.append(f"{column} is taken to be in {unit}, which agree with predictions; its name has no unit")
         for place in places:
-            row = replace(cases[place].row, ttft_s=cases[place].row.ttft_s * _UNITS_S[unit])
+            row = replace(cases[place].row, ttft_s=cases[place].row.ttft_s * UNITS_S[unit])
             converted[place] = replace(cases[place], row=row)
     for case in converted:
         _check_peak(case)
@@ -74,6 +74,11 @@ def check_times(cases: Sequence[PrefillCase]) -> tuple[tuple[PrefillCase, ...], 
         accepted = f"TTFTs within {MOST_RATIO} times the predictions; these are {times_off:.3g} times; {hint}"
         raise InputError(f"{row.where}: TTFT", format_seconds(row.ttft_s), accepted)
     return tuple(converted), tuple(notes)
+
+
+def likely_unit(ratio: float) -> str:
+    """The unit of a column without one. ratio: its values in seconds divided by predictions, in the median."""
+    return min(UNITS_S, key=lambda name: abs(log(ratio * UNITS_S[name])))
 
 
 def _check_peak(case: PrefillCase) -> None:

@@ -141,8 +141,9 @@ def _around(points: Sequence[int], value: int) -> Around:
 def _mean(seconds: Seconds, places: Sequence[tuple[tuple[int, float], tuple[int, float], Around]]) -> float:
     mean_s = 0.0
     for (row, weight), (column, share), points in places:
+        times = seconds[row][column]
         for point, part in points:
-            mean_s += weight * share * part * seconds[row][column][point]
+            mean_s += weight * share * part * times[point]
     return mean_s
 
 

@@ -583,6 +583,11 @@ def format_signed(seconds: float) -> str:
 
 def check_screen(check: PrefillCheck, scenario: Scenario) -> list[Part]:
     """Screen of a check: the rows and their errors."""
+    return rows_screen(check, ("profile:", f"{scenario.profile_name}, engine {scenario.engine_name}"))
+
+
+def rows_screen(check: PrefillCheck, basis: Row) -> list[Part]:
+    """The rows of a check, what the predictions rest on, and their errors."""
     rows = columns("row", ">measured", ">predicted", ">prediction interval", ">error")
     for row in check.rows:
         rows.add_row(
@@ -593,7 +598,7 @@ def check_screen(check: PrefillCheck, scenario: Scenario) -> list[Part]:
             f"{row.rel_error:+.1%}",
         )
     notes = facts(
-        ("profile:", f"{scenario.profile_name}, engine {scenario.engine_name}"),
+        basis,
         ("absolute error:", f"median {check.errors.median_ape:.1%}, mean {check.errors.mape:.1%}"),
         ("inside the interval:", f"{check.coverage:.0%} of {len(check.rows)} rows"),
     )

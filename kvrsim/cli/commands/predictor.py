@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from click.exceptions import Exit
 
 from kvrsim.arguments import Count, Help, PredictorArgs, Tokens, TokensOrZero
 from kvrsim.cli.help import CommandGroup
-from kvrsim.cli.options import OUTPUT, BuildArgs, Json, WritablePath, pool_of, with_options
+from kvrsim.cli.limits import NOT_MET, LimitArgs, verdict_json, verdict_line
+from kvrsim.cli.options import OUTPUT, BuildArgs, Json, Sources, WritablePath, pool_of, with_options
 from kvrsim.cli.output import print_result, warn, warn_notes
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import facts, headline
+from kvrsim.errors import InputError
 from kvrsim.units import format_seconds
 from kvrsim.version import __version__
 from kvrsim.views.table import format_interval
+
+if TYPE_CHECKING:
+    from calibrate.prefills.fit import PrefillCheck
+    from calibrate.prefills.rows import PrefillRow
+    from planner.predictor.predictor import TtftPredictor
 
 app = CommandGroup()
 _STRATEGY = "Strategy of the GPUs; best: the fastest one that fits and that some engine has."
@@ -98,3 +110,88 @@ def lookup(
     basis = f"profile {question['profile']}, engine {question['engine']}"
     screen = facts(("TTFT:", headline(ttft)), ("of:", f"{prefill}, {basis}"))
     print_result(estimate.to_dict() | question, screen, json=json)
+
+
+@app.command("check")
+@with_options()
+def check(
+    limits: LimitArgs,
+    *,
+    file: Annotated[str, Help("A file that kvrsim predictor build has written.", metavar="PREDICTOR", positional=True)],
+    logs: Annotated[
+        Sources, Help("Measured prefills, as kvrsim calibrate prefills reads them.", metavar="LOG...", positional=True)
+    ],
+    columns: Annotated[
+        str | None,
+        Help(
+            "Columns of a CSV file, as in kvrsim calibrate prefills.", metavar="ROLE=COLUMN,...", section="Measurement"
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Say whether a predictor still holds for prefills that its servers have logged.
+
+    Rows of other models or numbers of GPUs, and rows outside the predictor's grid, are left out. The exit code is 1 if
+    a limit is not met.
+
+    Example: kvrsim predictor check ttft.json log.csv --max-median-error 10%
+    """
+    from calibrate.prefills.rows import read_prefills
+    from kvrsim.cli.commands.calibrate import rows_screen
+    from planner.predictor.predictor import load_predictor
+
+    predictor = load_predictor(file, "PREDICTOR")
+    question = predictor.question
+    defaults = {"model": question["model"], "num_gpus": question["num_gpus"], "batch": 1, "cached_prefix": 0}
+    rows = read_prefills(logs, defaults, "LOG", columns=columns)
+    checked, notes = check_rows(predictor, rows.rows)
+    notes = (*rows.notes, *notes)
+    warn_notes(notes)
+    verdict = limits.wanted.check(checked)
+    holds = all(limit.ok for limit in verdict)
+    content = {"ok": holds, "limits": verdict_json(verdict), **checked.to_dict(), "warnings": list(notes)}
+    basis = ("predictor:", f"{file}, built by kvrsim {predictor.kvrsim_version}")
+    print_result(content, verdict_line(verdict, len(checked.rows)), "", *rows_screen(checked, basis), json=json)
+    if not holds:
+        raise Exit(NOT_MET)
+
+
+def check_rows(predictor: TtftPredictor, rows: Sequence[PrefillRow]) -> tuple[PrefillCheck, tuple[str, ...]]:
+    """The rows that the predictor can answer, each with its prediction, and notes on the others.
+
+    Times without a unit are taken in the one that agrees with the predictions. Raises InputError if no row is left.
+    """
+    from calibrate.prefills.fit import PrefillCheck, RowCheck
+    from calibrate.prefills.limits import UNITS_S, likely_unit
+
+    question = predictor.question
+    checks = dict[bool, list[RowCheck]]({True: [], False: []})  # by whether the unit is known
+    left_out = dict[str, int]()
+    for row in rows:
+        try:
+            if (row.model, row.num_gpus) != (question["model"], question["num_gpus"]):
+                raise InputError("model", row.model, f"{question['model']} on {question['num_gpus']} GPUs")
+            sizes = {"ctx": row.context_len or 0, "cached_prefix": row.cached_prefix or 0, "batch": row.batch or 1}
+            estimate = predictor.predict(**sizes)
+        except InputError as error:
+            left_out[error.accepted] = left_out.get(error.accepted, 0) + 1
+            continue
+        check = RowCheck(
+            case=replace(row, strategy=estimate.strategy).case,
+            measured_s=row.ttft_s,
+            predicted_s=estimate.ttft_s,
+            low_s=estimate.ttft_low_s,
+            high_s=estimate.ttft_high_s,
+        )
+        checks[row.unitless is None].append(check)
+    notes = [f"{count} row{'s' * (count > 1)} left out; accepted: {accepted}" for accepted, count in left_out.items()]
+    unitless = checks[False]
+    if unitless:
+        ratio = statistics.median(check.measured_s / check.predicted_s for check in unitless)
+        unit = likely_unit(ratio)
+        notes.append(f"times without a unit are taken to be in {unit}, which agree with the predictor")
+        unitless = [replace(check, measured_s=check.measured_s * UNITS_S[unit]) for check in unitless]
+    answered = (*checks[True], *unitless)
+    if not answered:
+        raise InputError("LOG", f"{len(rows)} rows", f"a row that the predictor answers: {'; '.join(left_out)}")
+    return PrefillCheck(rows=answered), tuple(notes)

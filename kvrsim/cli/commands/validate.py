@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,23 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 from click.exceptions import Exit
 
-from kvrsim.arguments import Arguments, Help, PrefillArgs, ProfileSource, Share, written
+from kvrsim.arguments import Help, PrefillArgs, ProfileSource
 from kvrsim.cli.commands.calibrate import check_screen
 from kvrsim.cli.help import CommandGroup
+from kvrsim.cli.limits import NOT_MET, LimitArgs, verdict_json, verdict_line
 from kvrsim.cli.options import Json, OutputArgs, Sources, with_options
 from kvrsim.cli.output import print_answer, print_result, warn_notes
 from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Part
-from kvrsim.errors import InputError, KvrsimError
-from kvrsim.io.annotations import Range
-from kvrsim.io.schema import fields_to_json
+from kvrsim.errors import KvrsimError
 from kvrsim.units import format_seconds
 from kvrsim.views.table import columns
 
 if TYPE_CHECKING:
-    from calibrate.prefills.verdict import LimitCheck
-
-_NOT_MET = 1  # exit code if a limit is not met
+    pass
 
 
 class ValidateGroup(CommandGroup):
@@ -59,37 +56,6 @@ class ValidateArgs(PrefillArgs):
     ] = None  # type: ignore[assignment]
 
 
-class LimitArgs(Arguments):
-    """Limits that the predictions must meet."""
-
-    def __post_init__(self) -> None:
-        for name in ("max_median_error", "min_coverage", "max_error"):
-            share = getattr(self, name)
-            if share is not None and share > 1:
-                raise InputError(name, share, "a share of at most 100%, such as 10%")
-
-    max_median_error: Annotated[
-        Share, Help("Fail if the median absolute error is larger.", metavar="SHARE", section="Target")
-    ] = written("20%")
-    min_coverage: Annotated[
-        Share,
-        Help("Fail if a smaller share of the rows lies inside the 80 % intervals.", metavar="SHARE", section="Target"),
-    ] = written("70%")
-    max_error: Annotated[
-        Share | None,
-        Help("Fail if the absolute error of one row is larger. Default: no limit.", metavar="SHARE", section="Target"),
-    ] = None
-    max_interval_score: Annotated[
-        float | None,
-        Range(above=0.0, most=1000.0),
-        Help(
-            "Fail if the mean of width + 10 × miss of the intervals of log TTFT is larger. Default: no limit.",
-            metavar="SCORE",
-            section="Target",
-        ),
-    ] = None
-
-
 @app.command("prefills")
 @with_options()
 def prefills(
@@ -114,7 +80,6 @@ def prefills(
     Example: kvrsim validate prefills rows.csv --model llama-2-70b --max-median-error 10%
     """
     from calibrate.prefills.fit import check_prefills
-    from calibrate.prefills.verdict import AccuracyLimits
     from kvrsim.prefills import cases_of
     from planner.uncertainty.intervals import interval
 
@@ -122,36 +87,14 @@ def prefills(
         cases = cases_of(args, files, progress)
         warn_notes(cases.notes)
         checked = check_prefills(cases.cases, interval, progress)
-    wanted = AccuracyLimits(
-        median_error=limits.max_median_error,
-        largest_error=limits.max_error,
-        coverage=limits.min_coverage,
-        interval_score=limits.max_interval_score,
-    )
-    verdict = wanted.check(checked)
+    verdict = limits.wanted.check(checked)
     is_met = all(limit.ok for limit in verdict)
     scores = checked.to_dict() | {"interval_score": checked.interval_score}
     content = {"ok": is_met, "limits": verdict_json(verdict), **scores, "warnings": list(cases.notes)}
     answer = verdict_line(verdict, len(checked.rows))
     print_result(content, answer, "", *check_screen(checked, cases.cases[0].scenario), json=json)
     if not is_met:
-        raise Exit(_NOT_MET)
-
-
-def verdict_json(verdict: Sequence[LimitCheck]) -> list[dict[str, Any]]:
-    """The limits as plain JSON values."""
-    return [fields_to_json(limit) | {"limit": round(limit.limit, 9)} for limit in verdict]
-
-
-def verdict_line(verdict: Sequence[LimitCheck], num_rows: int) -> str:
-    """The sentence that answers: whether the predictions pass, and the values that decide."""
-    rows = f"{num_rows} row{'s' * (num_rows > 1)}"
-    missed = [limit.text for limit in verdict if not limit.ok]
-    met = [limit.text for limit in verdict if limit.ok]
-    if not missed:
-        return f"Pass: the predictions of {rows} meet every limit: {', '.join(met)}."
-    also = f" Met: {', '.join(met)}." if met else ""
-    return f"Fail: the predictions of {rows} miss {len(missed)} of {len(verdict)} limits: {', '.join(missed)}.{also}"
+        raise Exit(NOT_MET)
 
 
 class NotACheckoutError(KvrsimError):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvrsim
+from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
 from planner.predictor.predictor import TtftPredictor
 
@@ -122,3 +123,24 @@ def test_best_is_the_fastest_of_its_strategies() -> None:
         estimate = result.predict(ctx=ctx)
         best_s = min(simulated_s(ctx, 0, 1, strategy=name, gpus=2) for name in names)
         assert estimate.ttft_s == pytest.approx(best_s, rel=0.03)
+
+
+def test_check_says_whether_a_predictor_still_holds(
+    predictor: TtftPredictor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predictor.write(tmp_path / "ttft.json")
+    lengths = (600, 2000, 5000, 8000)
+
+    def check(factor: float, unit: float = 1e3, name: str = "ttft") -> tuple[int, dict[str, object]]:
+        rows = [f"{tokens},{factor * unit * predictor.predict(ctx=tokens).ttft_s}" for tokens in lengths]
+        (tmp_path / "log.csv").write_text("\n".join([f"prompt_tokens,{name}", *rows, "90000,1", ""]))
+        code = cli.main(["predictor", "check", str(tmp_path / "ttft.json"), str(tmp_path / "log.csv"), "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    for unit, name in ((1.0, "ttft_s"), (1e3, "ttft_ms"), (1e3, "ttft"), (1.0, "ttft")):
+        code, content = check(1.05, unit, name)
+        assert (code, content["ok"], content["n"]) == (0, True, 4)
+        assert content["median_ape"] == pytest.approx(1 - 1 / 1.05, rel=1e-6)
+        assert "1 row left out" in str(content["warnings"])
+    code, content = check(2.0)
+    assert (code, content["ok"]) == (1, False)
