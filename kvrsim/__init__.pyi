@@ -163,6 +163,8 @@ def capacity(  # planner.api
     group_sizes: int | str | Iterable[int | str] | None = None,
     uniform_only: bool = False,
     price_per_gpu_hour: float | str | Mapping[int, float | str] | None = None,
+    node_granularity: int | str = 1,
+    spare: int | str = 0,
     objective: Literal["gpus", "cost"] = "gpus",
     tpot: float | str | None = None,
     colocated: bool = False,

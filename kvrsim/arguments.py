@@ -733,7 +733,7 @@ class ScenarioArgs(Arguments):
 
 
 class DeploymentArgs(ScenarioArgs):
-    """A scenario with a model and a cluster that the user must name."""
+    """A scenario with a model and a cluster that the user must name; a fleet may compare several clusters, A,B."""
 
     model: Annotated[
         ModelSource,
@@ -1136,8 +1136,21 @@ class FleetArgs(Arguments):
     )
     price_per_gpu_hour: Annotated[
         Price | None,
-        Help("Price of a GPU, one for all or by group size: 1=2.0,2=2.0,4=2.4,8=3.1.", metavar="USD", section="Fleet"),
+        Help(
+            "Price of a GPU, one for all or by group size: 1=2.0,2=2.0,4=2.4,8=3.1. With several clusters: "
+            "2.5,6, one for each.",
+            metavar="USD",
+            section="Fleet",
+        ),
     ] = None
+    node_granularity: Annotated[
+        Count, Help("GPUs of a node: only whole nodes are rented. 1: single GPUs.", metavar="N", section="Fleet")
+    ] = 1
+    spare: Annotated[
+        int,
+        Range(least=0, most=4096),
+        Help("Additional nodes, or groups without whole nodes, for the loss of as many.", metavar="N", section="Fleet"),
+    ] = 0
     objective: Annotated[FleetObjective, Help("What to minimise.", metavar="gpus|cost", section="Fleet")] = "gpus"
     tpot: Annotated[
         Seconds | None,

@@ -6,7 +6,7 @@ function imports its part of the planner when it is called.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -393,7 +393,7 @@ def capacity_of(
     fleet: FleetArgs,
     *,
     strategies: Sequence[str | kvrsim.Strategy] | None = None,
-    engines: Iterable[str] = (),
+    engines: Sequence[str] = (),
     emit: str | None = None,
     pool: Pool | None = None,
     on_progress: OnProgress | None = None,
@@ -402,11 +402,20 @@ def capacity_of(
 
     emit: the engine that will launch the fleet; raises InputError before the search if it cannot.
     """
-    from planner.capacity.plan import plan_capacity
-    from planner.capacity.request import make_request
+    from planner.capacity.plan import cheapest_of, plan_capacity
+    from planner.capacity.request import make_request, on_each_cluster
     from planner.capacity.times import StrategyPolicy
     from planner.deploy_engines import deploy_engine
 
+    questions = on_each_cluster(args, fleet)
+    if len(questions) > 1:
+        if emit is not None:
+            raise InputError("emit", emit, "one cluster")
+        plans = [
+            capacity_of(*question, strategies=strategies, engines=engines, pool=pool, on_progress=on_progress)
+            for question in questions
+        ]
+        return cheapest_of([str(question[0].cluster) for question in questions], plans)
     scenario, warnings = build_scenario(args)
     request = make_request(fleet, scenario)
     if emit is not None:

@@ -88,32 +88,115 @@ def size_and_price(plan: CapacityPlan) -> str:
     """The whole fleet in words: "12 prefill + 4 decode = 16 GPUs, 40 $/h, 29 k$ a month"."""
     fleet = plan.first
     total = format_count(fleet.total_gpus, "GPU")
+    parts: list[str] = []
+    if fleet.decode is not None:
+        parts = [f"{fleet.num_gpus} prefill", f"{fleet.decode.num_gpus} decode"]
+    elif fleet.idle_gpus:
+        parts = [f"{fleet.num_gpus} working"]
+    if fleet.idle_gpus:
+        parts.append(f"{fleet.idle_gpus} idle or spare")
+    text = " + ".join(parts) + f" = {total}" if parts else total
     if fleet.serving == "colocated":
-        text = f"{total} that prefill and decode"
+        text += " that prefill and decode"
     elif fleet.decode is None:
-        text = f"{total} for prefill only"
-    else:
-        text = f"{fleet.num_gpus} prefill + {fleet.decode.num_gpus} decode = {total}"
-    cost = fleet.total_cost_per_hour
-    if cost is None:
+        text += " for prefill only"
+    if fleet.total_cost_per_hour is None:
         return text
-    month = cost * _HOURS_A_MONTH
-    month_text = f"{month:.0f} $"
-    if month >= 1e3:
-        month_text = f"{month / 1e3:.3g} k$"
-    return f"{text}, {cost:.4g} $/h, {month_text} a month"
+    return f"{text}, {fleet.total_cost_per_hour:.4g} $/h, {month_words(fleet.total_cost_per_hour)} a month"
+
+
+def month_words(cost_per_hour: float) -> str:
+    """The price of a month: "850 $", "12.8 k$"."""
+    month = cost_per_hour * _HOURS_A_MONTH
+    if month < 1e3:
+        return f"{month:.0f} $"
+    return f"{month / 1e3:.3g} k$"
+
+
+def signature(plan: CapacityPlan) -> str:
+    """What the fleet does, what it costs, at the ends of the model's error, and with more requests.
+
+    "Serves 99.4 % of the requests within 3 s: 7 H100, 12.8 k$ a month (7 to 9 at the ends of the interval); at 3 times
+    the requests: 12."
+    """
+    fleet = plan.first
+    gpu = plan.cluster.gpu.name.upper()
+    text = f"Serves {format_share(fleet.in_time)} of the requests within {format_seconds(plan.slo_ttft_s)}"
+    if fleet.target_tpot_s is not None and plan.request.target.tpot_s is not None:
+        text += f", {format_seconds(plan.request.target.tpot_s)} a token"
+    text += f": {fleet.total_gpus} {gpu}"
+    if fleet.total_cost_per_hour is not None:
+        text += f", {month_words(fleet.total_cost_per_hour)} a month"
+    sizes = fleet.size_interval
+    if sizes is not None:
+        ends = [str(gpus or "none") for gpus in (sizes.low_gpus, sizes.high_gpus)]
+        text += f" ({' to '.join(dict.fromkeys(ends))} at the ends of the interval)"
+    if plan.growth:
+        last = plan.growth[-1]
+        text += f"; at {last.times:g} times the requests: {last.num_gpus or 'more than allowed'}"
+    return text + "."
+
+
+def price_words(plan: CapacityPlan) -> str | None:
+    """The price of the answer with its interval, or its size where there is no price; None: no interval."""
+    fleet = plan.first
+    sizes = fleet.size_interval
+    if sizes is None:
+        return None
+    words: list[str] = []
+    for gpus, cost in ((sizes.low_gpus, sizes.low_cost_per_hour), (sizes.high_gpus, sizes.high_cost_per_hour)):
+        text = "no fleet within the limits"
+        if gpus is not None:
+            text = format_count(gpus, "GPU")
+            if cost is not None:
+                text += f", {cost:.4g} $/h"
+        words.append(text)
+    low, high = words
+    return f"{low} if all times are at the lower end of their error, {high} at the upper end"
+
+
+def withstands_words(plan: CapacityPlan) -> str | None:
+    """How much more traffic, and which losses, the answer withstands; None: not simulated."""
+    fleet = plan.first
+    if fleet.withstands is None:
+        return None
+    text = f"up to {fleet.withstands:.3g} times the requests; with more, it must grow"
+    if fleet.withstands == 1:
+        text = "no more requests than these"
+    spare = plan.request.limits.spare
+    if spare:
+        unit = "node" if plan.request.limits.node_gpus > 1 else "group"
+        text += f"; the loss of {format_count(spare, unit)}"
+    return text
+
+
+def cluster_words(plan: CapacityPlan) -> str | None:
+    """The answers on all clusters that were compared; None: only one."""
+    parts: list[str] = []
+    for found in plan.by_cluster:
+        text = f"{found.cluster}: no fleet meets the target"
+        if found.answer is not None:
+            text = f"{found.cluster}: {format_count(found.answer.total_gpus, 'GPU')}"
+            if found.answer.total_cost_per_hour is not None:
+                text += f", {found.answer.total_cost_per_hour:.4g} $/h"
+            if found.growth:
+                last = found.growth[-1]
+                text += f" (at {last.times:g} times the requests {last.num_gpus or 'more than allowed'}"
+                text += f", {last.cost_per_hour:.4g} $/h)" if last.cost_per_hour is not None else ")"
+        parts.append(text)
+    return "; ".join(parts) or None
 
 
 def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
     """Labels and lines about the answer: its interval, lost requests, transfers, the fleet that decodes."""
     fleet = plan.first
+    if plan.answer is not None:
+        yield from _purchase(plan)
     if fleet.interval is not None:
         yield "interval", _interval_words(fleet.interval, plan.slo_ttft_s)
     if fleet.target_tpot_s is not None and fleet.p50_tpot_s is not None:
         tpot = f"{format_seconds(fleet.p50_tpot_s)} (p50), {format_seconds(fleet.target_tpot_s)}"
         yield "TPOT", f"{tpot} ({ordinal(plan.percentile)} percentile)"
-    if plan.answer is not None and plan.request.serving is None:
-        yield "split or not", serving_words(plan)
     if plan.answer is not None:
         yield "engines", fleet.engine or "no engine has all of these strategies (--only-deployable vllm|sglang|trtllm)"
     if plan.growth:
@@ -144,6 +227,16 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
             " a group",
         )
     yield "requests", _workload_words(plan)
+
+
+def _purchase(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
+    """Labels and lines about what to buy."""
+    rows = {"price": price_words(plan), "withstands": withstands_words(plan), "clusters": cluster_words(plan)}
+    for label, words in rows.items():
+        if words is not None:
+            yield label, words
+    if plan.request.serving is None:
+        yield "split or not", serving_words(plan)
 
 
 def serving_words(plan: CapacityPlan) -> str:

@@ -73,6 +73,14 @@ class FleetLimits:
     max_gpus: int = 512
     prices: Mapping[int, float] = field(default_factory=dict)  # price of a GPU per hour, by group size; empty: unknown
     by_cost: bool = False  # whether to minimise cost rather than the number of GPUs
+    node_gpus: int = 1  # GPUs of a node, which is rented as a whole
+    spare: int = 0  # nodes, or largest groups if GPUs are rented singly, beyond those that work
+
+    def idle_gpus(self, working: int, largest_group: int) -> int:
+        """GPUs that are rented although they do not work: the rest of the last node, and the spare ones."""
+        rest = -working % self.node_gpus
+        unit = self.node_gpus * math.ceil(largest_group / self.node_gpus)
+        return rest + self.spare * unit
 
     def cost(self, gpus_per_group: int) -> float:
         """Cost of one group in the objective: its GPUs or its price per hour."""

@@ -22,7 +22,16 @@ from kvrsim.strategies import STRATEGIES, get_strategy, label_of
 from kvrsim.units import format_seconds
 from planner.capacity.fleet import FleetLimits
 from planner.capacity.request import CapacityRequest
-from planner.capacity.result import CapacityPlan, FleetAnswer, GroupAnswer, Growth, Infeasible, format_share, groups_of
+from planner.capacity.result import (
+    CapacityPlan,
+    ClusterAnswer,
+    FleetAnswer,
+    GroupAnswer,
+    Growth,
+    Infeasible,
+    format_share,
+    groups_of,
+)
 from planner.capacity.search import FleetFit, FleetSearch, FleetSimulator
 from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
 from planner.capacity.work import Work
@@ -34,6 +43,7 @@ from planner.uncertainty.intervals import layout_notes
 LONG = 60_000  # number of requests above which designs are searched on a part of the workload
 _STRETCH = 40_000  # number of requests in the part of the workload
 _ALTERNATIVES = 8  # most other fleets in the answer
+_DEAREST = 2.0  # cost over that of the answer, above which groups that prefill are no alternative
 GROWTH = (1.5, 2.0, 3.0)  # multiples of the requests for which the question is asked again
 _MOST_IN_GROWTH = 600_000  # largest number of requests for which growth is searched: about a minute
 
@@ -61,6 +71,12 @@ def plan_capacity(
     sizing = Sizing(scenario, packed, Work(pool, on_progress))
     outcome = sizing.search(request, "fleets")
     plan = _report(outcome, warnings)
+    if plan.answer is not None and not sizing.work.is_late:
+        simulator = outcome.search.simulator
+        sizing.work.begin("the interval of the size")
+        size_interval = simulator.size_interval(plan.answer)
+        answer = replace(plan.answer, size_interval=size_interval, withstands=simulator.withstands(plan.answer))
+        plan = replace(plan, answer=answer)
     if plan.answer is not None:
         growth, note = sizing.growth(request)
         plan = replace(plan, growth=growth)
@@ -68,6 +84,24 @@ def plan_capacity(
             plan = replace(plan, warnings=(*plan.warnings, note))
     seconds = time.perf_counter() - begin_s
     return replace(plan, simulated_requests=sizing.work.simulated, seconds=seconds)
+
+
+def cheapest_of(names: Sequence[str], plans: Sequence[CapacityPlan]) -> CapacityPlan:
+    """The plan of the cheapest of several clusters, or of the smallest if some have no price, with all answers."""
+    answers = [
+        ClusterAnswer(cluster=name, answer=plan.answer, growth=plan.growth)
+        for name, plan in zip(names, plans, strict=True)
+    ]
+    priced = all(plan.first.total_cost_per_hour is not None for plan in plans)
+
+    def cost(plan: CapacityPlan) -> tuple[bool, float]:
+        value: float | None = plan.first.total_gpus
+        if priced:
+            value = plan.first.total_cost_per_hour
+        return plan.answer is None, value or 0.0
+
+    best = min(plans, key=cost)
+    return replace(best, by_cluster=tuple(answers))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,10 +131,10 @@ class Sizing:
         self.work = work
         self._times: ServiceTimes | None = None  # those of the last search
 
-    def search(self, request: CapacityRequest, stage: str) -> FleetOutcome:
+    def search(self, request: CapacityRequest, stage: str, *, only_best: bool = False) -> FleetOutcome:
         """The fleets for the requests; only with strategies of engines, unless the policy or the target needs others.
 
-        stage: what the fleets are for, in reports of progress.
+        stage: what the fleets are for, in reports of progress. only_best: leave out fleets that cannot be the answer.
         """
         workloads = request.workloads()
         if request.target.tpot_s is not None and workloads[0].output_tokens.max() < 2:
@@ -109,11 +143,12 @@ class Sizing:
         self._times = times
         is_free = self.policy.names is None and not self.policy.engines  # whether no strategies are asked for
         self.work.begin(stage)
-        theory = self._search(request, workloads, times)
+        theory = self._search(request, workloads, times, only_best=only_best)
         if not is_free or not theory.feasible or theory.feasible[0].engine is not None:
             return theory
         self.work.begin(stage)
-        practice = self._search(request, workloads, times.under(replace(self.policy, deployable=True)))
+        deployable = times.under(replace(self.policy, deployable=True))
+        practice = self._search(request, workloads, deployable, only_best=only_best)
         if not practice.feasible:
             note = "no fleet that an engine has today meets the target"
             if practice.left_out or times.left_out:
@@ -126,7 +161,9 @@ class Sizing:
         note = f"with strategies that no engine has: {fewer.total_gpus} GPUs, {fewer.describe()} (strategies all)"
         return replace(practice, notes=(note,))
 
-    def _search(self, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes) -> FleetOutcome:
+    def _search(
+        self, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes, *, only_best: bool
+    ) -> FleetOutcome:
         limits = _limits(self.scenario, request.limits, times.policy)
         times.fill(limits.sizes, self.work)
         sizes = tuple(filter(times.layouts, limits.sizes))
@@ -136,7 +173,7 @@ class Sizing:
         limited = replace(request, limits=replace(limits, sizes=sizes))
         search = FleetSearch(FleetSimulator(limited, workloads, times, self.work))
         fits = search.all_fits(_stretch(workloads))
-        fleets = search.answers(fits)
+        fleets = search.answers(fits, 1.0 if only_best else _DEAREST)
         tried = None
         if request.sure and fleets:  # groups are added one by one until the interval is safe; a cheaper fleet may be
             tried = search.around(fits, fleets)
@@ -161,7 +198,7 @@ class Sizing:
                 return tuple(growth), f"{factor:g} times the requests are too many to simulate here; use `rate_scale`"
             if self.work.pool.is_late():
                 return tuple(growth), f"the time budget ended before {factor:g} times the requests were simulated"
-            outcome = self.search(replace(request, source=source), f"{factor:g} times the requests")
+            outcome = self.search(replace(request, source=source), f"{factor:g} times the requests", only_best=True)
             if outcome.left_out:
                 return tuple(growth), f"the time budget ended before {factor:g} times the requests were simulated"
             growth.append(_growth(factor, outcome.feasible))
@@ -247,6 +284,7 @@ def _report(outcome: FleetOutcome, warnings: Sequence[str]) -> CapacityPlan:
         warnings=(*notes, *outcome.notes),
         longest_sequence=longest_sequence,
         would_meet=() if nearest is None else tuple(_would_meet(nearest, simulator)),
+        by_cluster=(),
         growth=(),
         tried=tried,
     )

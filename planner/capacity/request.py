@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
-from kvrsim.arguments import FleetArgs
+from kvrsim.arguments import DeploymentArgs, FleetArgs
 from kvrsim.errors import InputError
 from kvrsim.scenario import Scenario
 from kvrsim.units import format_bandwidth, parse_count, parse_number
@@ -119,6 +120,25 @@ def make_request(fleet: FleetArgs, scenario: Scenario) -> CapacityRequest:
     )
 
 
+def on_each_cluster(args: DeploymentArgs, fleet: FleetArgs) -> list[tuple[DeploymentArgs, FleetArgs]]:
+    """The question on each of several clusters, "8xh100,8xb200", with its price; one question for one cluster."""
+    if not isinstance(args.cluster, str) or "," not in args.cluster or Path(args.cluster).exists():
+        return [(args, fleet)]
+    clusters = [name.strip() for name in args.cluster.split(",")]
+    prices: list[Any] = [fleet.price_per_gpu_hour] * len(clusters)
+    if isinstance(fleet.price_per_gpu_hour, str) and "=" not in fleet.price_per_gpu_hour:
+        parts = fleet.price_per_gpu_hour.split(",")
+        if len(parts) > 1:
+            prices = list(parts)
+    if len(prices) != len(clusters):
+        accepted = f"{len(clusters)} prices, one for each cluster, or one price for all"
+        raise InputError("price_per_gpu_hour", fleet.price_per_gpu_hour, accepted)
+    return [
+        (DeploymentArgs(**vars(args) | {"cluster": name}), FleetArgs(**vars(fleet) | {"price_per_gpu_hour": price}))
+        for name, price in zip(clusters, prices, strict=True)
+    ]
+
+
 def _transfer(fleet: FleetArgs, scenario: Scenario) -> Transfer | None:
     """The transfer to the fleet that decodes; None if this fleet is not planned and no bandwidth is given."""
     if fleet.kv_transfer_bandwidth is not None:
@@ -141,7 +161,14 @@ def _limits(fleet: FleetArgs, gpus_per_node: int | None) -> FleetLimits:
     prices = _prices(fleet.price_per_gpu_hour, sizes)
     if fleet.objective == "cost" and not prices:
         raise InputError("objective", fleet.objective, "with `price_per_gpu_hour`")
-    return FleetLimits(sizes=sizes, max_gpus=most, prices=prices, by_cost=fleet.objective == "cost")
+    return FleetLimits(
+        sizes=sizes,
+        max_gpus=most,
+        prices=prices,
+        by_cost=fleet.objective == "cost",
+        node_gpus=fleet.node_granularity,
+        spare=fleet.spare,
+    )
 
 
 def _sizes(sizes: tuple[int, ...] | None, gpus_per_node: int | None) -> tuple[int, ...]:

@@ -111,11 +111,21 @@ class FleetInterval:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SizeInterval:
+    """The sizes of the answer's design at both ends of the model's error: all times shorter, and all times longer."""
+
+    low_gpus: int | None  # GPUs that are rented; None: no fleet within the limits meets the target
+    high_gpus: int | None
+    low_cost_per_hour: float | None  # None: no price was given, or no fleet
+    high_cost_per_hour: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Growth:
     """The answer to the same question with more requests in the same time (`rate_scale`)."""
 
     times: float  # multiple of the requests
-    num_gpus: int | None  # GPUs for prefill and decoding together; None: no fleet within the limits meets the target
+    num_gpus: int | None  # GPUs that are rented; None: no fleet within the limits meets the target
     decode_gpus: int  # those of them that decode
     cost_per_hour: float | None  # price of all GPUs; None: no price was given, or no fleet
 
@@ -142,6 +152,8 @@ class FleetAnswer:
     cost_per_hour: float | None  # price of the GPUs that prefill; None: no price was given
     requests: int  # requests in all replications
     unserved: int  # requests that fit in no group's memory; these count as late
+    idle_gpus: int  # GPUs that are rented and do not work: the rest of the last node, and spare ones
+    idle_cost_per_hour: float | None  # None: no price was given
     longest_served: int | None  # longest context that the fleet serves, tokens; None: it serves no request
     p50_kv_transfer_s: float | None  # time from the first token until the cache has left the group; None: not requested
     p99_kv_transfer_s: float | None
@@ -149,6 +161,8 @@ class FleetAnswer:
     decode: DecodeFleet | None = None  # fleet that decodes; None: not requested, or there is none
     no_decode: str | None = None  # why no fleet decodes for this one; None: a fleet does, or is not requested
     interval: FleetInterval | None = None  # None: not simulated; only the answer has an interval
+    size_interval: SizeInterval | None = None  # None: not simulated; only the answer has one
+    withstands: float | None = None  # multiple of the requests that the same fleet serves in time; None: not simulated
     ttft_s: Mapping[float, float] = field(default_factory=dict, repr=False, compare=False)  # TTFT by percentile
     fleet: Fleet = field(default=(), repr=False, compare=False)
     runs: tuple[FleetRun, ...] = field(default=(), repr=False, compare=False)  # simulation results, one per workload
@@ -166,18 +180,24 @@ class FleetAnswer:
         return self.interval.safe
 
     @property
-    def total_gpus(self) -> int:
-        """Number of GPUs for prefill and for decoding together."""
+    def working_gpus(self) -> int:
+        """Number of GPUs that prefill or decode."""
         if self.decode is None:
             return self.num_gpus
         return self.num_gpus + self.decode.num_gpus
 
     @property
+    def total_gpus(self) -> int:
+        """Number of GPUs that are rented."""
+        return self.working_gpus + self.idle_gpus
+
+    @property
     def total_cost_per_hour(self) -> float | None:
-        """Price of all fleets together; None if no price was given."""
-        if self.cost_per_hour is None or self.decode is None:
-            return self.cost_per_hour
-        return self.cost_per_hour + (self.decode.cost_per_hour or 0.0)
+        """Price of all GPUs that are rented; None if no price was given."""
+        if self.cost_per_hour is None or self.idle_cost_per_hour is None:
+            return None
+        decode = 0.0 if self.decode is None else self.decode.cost_per_hour or 0.0
+        return self.cost_per_hour + decode + self.idle_cost_per_hour
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; null for requests that are never served."""
@@ -203,6 +223,19 @@ class FleetAnswer:
             low, high = group.context_range
             texts.append(f"{group.groups()} for {low} to {high} tokens")
         return ", ".join(texts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClusterAnswer:
+    """The answer on one of several clusters."""
+
+    cluster: str  # as the user named it
+    answer: FleetAnswer | None  # None: no fleet meets the target
+    growth: tuple[Growth, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return fields_to_json(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +290,7 @@ class CapacityPlan(Viewable):
     warnings: tuple[str, ...]
     longest_sequence: int  # tokens of the longest prompt and output together
     would_meet: tuple[str, ...]  # changed targets that the nearest miss meets, in words
+    by_cluster: tuple[ClusterAnswer, ...]  # the answers for all clusters, if several were asked for; else empty
     growth: tuple[Growth, ...]  # answers for more requests, in ascending order; empty: not simulated
     tried: tuple[FleetAnswer, ...] = field(repr=False, compare=False)  # the best designs, with fewer and more groups
 
@@ -359,7 +393,7 @@ class CapacityPlan(Viewable):
         return (
             self.question.header()
             | {"answer": answer}
-            | fields_to_json(self, "alternatives", "infeasible", "nearest_miss", "cluster")
+            | fields_to_json(self, "alternatives", "infeasible", "nearest_miss", "cluster", "by_cluster")
             | {"pareto": [fleet.point() for fleet in self.pareto()]}
             | {"model": self.scenario.model.name, "profile": self.scenario.profile_name}
             | fields_to_json(self, "slo_ttft_s", "percentile")

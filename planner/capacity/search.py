@@ -46,6 +46,7 @@ from planner.capacity.result import (
     FleetInterval,
     GroupAnswer,
     Infeasible,
+    SizeInterval,
     format_share,
     replications_interval,
     trace_interval,
@@ -67,6 +68,9 @@ _FINALISTS = 3  # most designs that are simulated with fewer and more groups
 _FINALISTS_OF_MANY = 2  # the same where there are more than MANY requests
 _SCALES = (0.8, 1.0, 1.25, 1.6, 2.0, 3.0)  # factors on the numbers of replicas that meet the target
 _BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas, if no fleet meets the target
+
+_MOST_TIMES = 4.0  # largest multiple of the requests for which the answer is simulated
+_TIMES_STEP = 0.05  # resolution of this multiple
 
 
 class Bucket:
@@ -201,6 +205,7 @@ class FleetSimulator:
         runs = self.runs(fleet)
         horizon_s = sum(run.horizon_s for run in runs)
         target = self.target
+        limits = self.limits
         ttft_s = np.concatenate([run.ttft_s for run in runs])
         in_time = int((ttft_s <= target.slo_s).sum())
         meets = len(ttft_s) - in_time <= self.allowed
@@ -217,12 +222,18 @@ class FleetSimulator:
         tpot_s = tpot_of(runs)
         if colocated and target.tpot_s is not None and tpot_s is not None:
             meets = meets and int((~(tpot_s <= target.tpot_s)).sum()) <= self.allowed
-        if decode is not None and gpus_of(fleet) + decode.num_gpus > self.limits.max_gpus:
+        if decode is not None and gpus_of(fleet) + decode.num_gpus > limits.max_gpus:
             no_decode = (
                 f"prefill takes {gpus_of(fleet)} and decoding {decode.num_gpus} GPUs, more than the"
-                f" {self.limits.max_gpus} allowed"
+                f" {limits.max_gpus} allowed"
             )
             decode = None
+        working = gpus_of(fleet)
+        largest = max(group.type.gpus for group in fleet)
+        if decode is not None:
+            working += decode.num_gpus
+            largest = max(largest, decode.gpus_per_group)
+        idle = limits.idle_gpus(working, largest)
         interval = None
         if self.request.sure:
             interval = self.interval(fleet, runs)
@@ -255,6 +266,8 @@ class FleetSimulator:
             cost_per_hour=self.limits.cost_per_hour(fleet),
             requests=len(ttft_s),
             unserved=int(np.isinf(ttft_s).sum()),
+            idle_gpus=idle,
+            idle_cost_per_hour=limits.prices[largest] * idle if limits.prices else None,
             longest_served=int(np.concatenate(served).max(initial=0)) or None,
             p50_kv_transfer_s=self._transfer_s(fleet, runs, 50),
             p99_kv_transfer_s=self._transfer_s(fleet, runs, 99),
@@ -297,6 +310,72 @@ class FleetSimulator:
             high_s=high_s if math.isfinite(high_s) else None,
             safe=high_s <= self.target.slo_s,
         )
+
+    def slower(self, factor: float) -> FleetSimulator:
+        """A simulator in which all times are `factor` times as long: on another scale of time, faster requests."""
+        target = self.target
+        tpot_s = None if target.tpot_s is None else target.tpot_s / factor
+        request = replace(self.request, target=replace(target, slo_s=target.slo_s / factor, tpot_s=tpot_s), sure=False)
+        workloads = [workload.faster(factor) for workload in self.workloads]
+        other = FleetSimulator(request, workloads, self.times, self.work)
+        other._services = self._services
+        return other
+
+    def size_interval(self, answer: FleetAnswer) -> SizeInterval:
+        """The sizes of the answer's design at both ends of the interval of its prefills."""
+        prefill = self.prefill_at_percentile(answer.fleet, answer.runs)
+        ends = [
+            self.slower(end_s / prefill.ttft_s)._best_of(answer.fleet)
+            for end_s in (prefill.interval.low_s, prefill.interval.high_s)
+        ]
+        low, high = ends
+        return SizeInterval(
+            low_gpus=None if low is None else low.total_gpus,
+            high_gpus=None if high is None else high.total_gpus,
+            low_cost_per_hour=None if low is None else low.total_cost_per_hour,
+            high_cost_per_hour=None if high is None else high.total_cost_per_hour,
+        )
+
+    def withstands(self, answer: FleetAnswer) -> float:
+        """The multiple of the requests, up to _MOST_TIMES, that the rented GPUs serve in time; rounded down.
+
+        The spare ones do not work; the rest of the last node works as further groups of the same design.
+        """
+        low = 1.0
+        high = _MOST_TIMES
+        while high - low > _TIMES_STEP:
+            middle = (low + high) / 2
+            if self.faster(middle)._is_enough(answer):
+                low = middle
+            else:
+                high = middle
+        return round(math.floor(low / _TIMES_STEP) * _TIMES_STEP, 2)
+
+    def _best_of(self, fleet: Fleet) -> FleetAnswer | None:
+        """The smallest fleet of the same design that meets the target; None: there is none."""
+        fit = FleetSearch(self).fit(tuple(group.of(1) for group in fleet))
+        if fit is None:
+            return None
+        answer = self.answer(fit.fleet)
+        return answer if answer.meets and answer.no_decode is None else None
+
+    def _is_enough(self, answer: FleetAnswer) -> bool:
+        """Whether the GPUs of a fleet that are not spare meet the target for these workloads."""
+        if -answer.working_gpus % self.limits.node_gpus:
+            nodes = math.ceil(answer.working_gpus / self.limits.node_gpus)
+            best = self._best_of(answer.fleet)
+            return best is not None and best.working_gpus <= nodes * self.limits.node_gpus
+        runs = self.runs(answer.fleet)
+        ttft_s = np.concatenate([run.ttft_s for run in runs])
+        if int((ttft_s > self.target.slo_s).sum()) > self.allowed:
+            return False
+        if answer.decode is not None and self.decoding is not None:
+            (pool,) = self.decoding.pools(runs, [answer.decode.gpus_per_group])
+            return pool.late(answer.decode.replicas, self.allowed) <= self.allowed
+        tpot_s = tpot_of(runs)
+        if tpot_s is None or self.target.tpot_s is None:
+            return True
+        return int((~(tpot_s <= self.target.tpot_s)).sum()) <= self.allowed
 
     def prefill_at_percentile(self, fleet: Fleet, runs: Sequence[FleetRun]) -> Candidate:
         """The prefill of the served request whose TTFT is the requested percentile, alone on its group."""
@@ -474,24 +553,36 @@ class FleetSearch:
             return 0
         return fewest_groups(lambda replicas: bucket.late(replicas) <= allowed, math.ceil(bucket.load), most)
 
-    def answers(self, fits: Sequence[FleetFit]) -> list[FleetAnswer]:
-        """The fleets of the fits that meet the target, best first: those with a fleet that decodes, by total cost."""
+    def answers(self, fits: Sequence[FleetFit], dearest: float) -> list[FleetAnswer]:
+        """The fleets of the fits that meet the target, best first: those with a fleet that decodes, by total cost.
+
+        dearest: fits whose groups alone cost more than this multiple of the best answer are left out.
+        """
         answers = list[FleetAnswer]()
-        for fit in self.work.in_time(fits, lambda: any(answer.meets for answer in answers)):
+        least = math.inf
+        in_order = sorted(fits, key=lambda fit: fit.cost)
+        for fit in self.work.in_time(in_order, lambda: any(answer.meets for answer in answers)):
+            if fit.cost > dearest * least:
+                continue
             answer = self.simulator.answer(fit.fleet)
             if self.simulator.request.sure:
                 answer = self.more_groups(answer)
             answers.append(answer)
+            if answer.meets and answer.no_decode is None:
+                least = min(least, self._objective(answer))
         return self.in_order(answers)
+
+    def _objective(self, answer: FleetAnswer) -> float:
+        """Cost of the whole fleet: its GPUs or its price per hour."""
+        if self.limits.by_cost:
+            return answer.total_cost_per_hour or 0.0
+        return float(answer.total_gpus)
 
     def in_order(self, answers: Iterable[FleetAnswer]) -> list[FleetAnswer]:
         """Those of the fleets that meet the target, best first."""
 
         def key(answer: FleetAnswer) -> tuple[bool, float, int, float]:
-            cost: float | None = answer.total_gpus
-            if self.limits.by_cost:
-                cost = answer.total_cost_per_hour
-            return answer.no_decode is not None, cost or 0.0, answer.unserved, answer.target_ttft_s
+            return answer.no_decode is not None, self._objective(answer), answer.unserved, answer.target_ttft_s
 
         return sorted((answer for answer in answers if answer.meets), key=key)
 

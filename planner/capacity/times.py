@@ -796,8 +796,12 @@ def service_times(
     points = GridPoints.of(workloads)
     longest = max(int((workload.context_len + workload.output_tokens).max()) for workload in workloads)
     longest = _power_above(longest)  # so that growing traffic, with a few longer requests, has the same tables
-    if earlier is not None and earlier.is_for(points) and earlier.longest == longest:
-        return earlier.under(policy)
+    if earlier is not None and earlier.is_for(points):
+        same = earlier.under(policy)
+        if same.longest != longest:
+            same.longest = longest
+            same._steps = {}
+        return same
     if policy.packs:
         return StepServiceTimes(scenario, points, policy, budget, longest)
     return ServiceTimes(scenario, points, policy, budget, longest)

@@ -55,7 +55,7 @@ def capacity(
     output.check(emit=deploy.emit)
     from planner.api import capacity_of
 
-    engines = filter(None, (deploy.emit, deploy.only_deployable))
+    engines = [name for name in (deploy.emit, deploy.only_deployable) if name is not None]
     with pool_of(workers) as pool, Progress() as progress:
         result = capacity_of(
             args,
@@ -81,6 +81,9 @@ def capacity(
 
 _SHOWN = 6  # number of fleets shown
 _FIRST = (
+    "price:",
+    "withstands:",
+    "clusters:",
     "interval:",
     "TPOT:",
     "split or not:",
@@ -93,11 +96,11 @@ _FIRST = (
 
 def capacity_screen(plan: CapacityPlan) -> list[Part]:
     """Screen of a fleet: the answer, the request, the alternatives, and the basis of the answer."""
-    from kvrsim.views.capacity import details, fleet_table, group_table, headline, verdict
+    from kvrsim.views.capacity import details, fleet_table, group_table, headline, signature, verdict
 
     first: list[Row] = [("no answer:", emphasised(verdict(plan)))]
     if plan.feasible:
-        first = [("answer:", emphasised(verdict(plan)))]
+        first = [("answer:", emphasised(signature(plan))), ("fleet:", verdict(plan))]
     first.append(("target:", headline(plan)))
     below: list[Row] = []
     is_served = plan.first.unserved < plan.first.requests
