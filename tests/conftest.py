@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from tests.building.process_state import changes, process_state
 
 register_profiles()
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it; a test that needs a width sets its own
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell begins with it ignored
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -25,6 +28,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with slow tests first: with --dist loadfile, no process then begins a long file when the others end."""
     num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: num_slow[item.path], reverse=True)
+
+
+def pytest_collection_finish() -> None:
+    """Set the garbage collector as the command `kvrsim` does: it need not visit the objects of imported modules."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000)
 
 
 @pytest.fixture(autouse=True)

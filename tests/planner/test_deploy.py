@@ -54,11 +54,12 @@ def test_flags_are_documented_and_say_the_layout(engine: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", DEPLOY_ENGINES)
-@pytest.mark.parametrize("model", ["llama-3.1-8b", "llama-3.1-70b"])
-def test_flags_of_fleets_are_documented(engine: str, model: str) -> None:
+@pytest.mark.parametrize(("model", "group_sizes"), [("llama-3.1-8b", "1,2"), ("llama-3.1-70b", "2,4")])
+def test_flags_of_fleets_are_documented(engine: str, model: str, group_sizes: str) -> None:
     traffic = "synthetic:poisson,rate=4,requests=300,context=lognormal:1k:1,max=16k,output=lognormal:150:0.5"
     scenario, _ = make_scenario(ctx=1, gpus=1, model=model, cluster="h100-nvlink")
-    request = make_request(FleetArgs(requests=traffic, slo_ttft="2s", tpot="50ms", replications=1), scenario)
+    asked = FleetArgs(requests=traffic, slo_ttft="2s", tpot="50ms", replications=1, group_sizes=group_sizes)
+    request = make_request(asked, scenario)
     plan = plan_capacity(scenario, request, StrategyPolicy(engines=(deploy_engine(engine),)))
     assert options(fleet_deployment(plan, engine, model="org/model"))
 
@@ -157,6 +158,7 @@ def test_what_no_engine_has() -> None:
 
 def run(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> tuple[str, str]:
     ask: Sequence[str] = ("plan", "--gpus", "4", "--ctx", "8k", "--model", "llama-3-8b", "--cluster", "h100-nvlink")
+    ask = (*ask, "--search-budget", "0.1s")
     assert cli.main([*ask, *arguments]) == code
     out, err = capsys.readouterr()
     return out, err

@@ -31,12 +31,14 @@ def small() -> Predictions:
     return Predictions(scope)
 
 
-def cells_of(text: str) -> list[list[str]]:
+@pytest.fixture(scope="module")
+def lines(small: Predictions) -> list[list[str]]:
+    """The cells of each line of a table of the page."""
+    text = "\n".join(page(small))
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
 
 
-def test_the_page_has_the_planners_times(small: Predictions) -> None:
-    lines = cells_of("\n".join(page(small)))
+def test_the_page_has_the_planners_times(lines: list[list[str]]) -> None:
     strategies = ["single", "tsp", "kvr-e", "kvr-s"]
     plan = kvrsim.plan(gpus=4, ctx=8192, model=MODEL, profile=PROFILE, strategies=strategies)
     ttft_s = {result.strategy: result.ttft_s for result in plan.strategies}
@@ -48,8 +50,7 @@ def test_the_page_has_the_planners_times(small: Predictions) -> None:
     assert speedup.endswith(f" / {ttft_s['tsp'] / ttft_s['kvr-s']:.2f}")
 
 
-def test_slow_links_as_the_accuracy_page_simulates_them(small: Predictions) -> None:
-    lines = cells_of("\n".join(page(small)))
+def test_slow_links_as_the_accuracy_page_simulates_them(small: Predictions, lines: list[list[str]]) -> None:
     even = next(cells for cells in lines if cells[:3] == ["bus", "overlap", "even"])
     rows = [row for row in small.scope.rows if row.link == "10GB/s" and row.strategy == "kvr"]
     errors = [abs(simulate_row(row).ttft_s / row.ttft_s - 1) for row in rows]

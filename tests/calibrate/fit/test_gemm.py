@@ -86,9 +86,9 @@ def test_the_systematic_error_is_how_far_other_tables_are() -> None:
 def test_products_that_no_random_data_reach_are_refused() -> None:
     """Rows at 88 % of the datasheet's peak are accepted; rows 10 % faster are refused."""
     faster = [replace(one, median_s=one.median_s / 1.1) for one in gemm_rows()]
-    fit([*gemm_rows(), *timed(FLASH)])
+    fit([*gemm_rows(), *timed(FLASH)], attention_kernel="fa2")
     with pytest.raises(InputError, match=r"9\d% of the datasheet of a100-80gb', accepted: products of random data"):
-        fit([*faster, *timed(FLASH)])
+        fit([*faster, *timed(FLASH)], attention_kernel="fa2")
 
 
 @pytest.mark.slow
@@ -102,12 +102,12 @@ def test_quantised_products_have_rates_of_their_own() -> None:
 
     eighths = list(map(eighth, gemm_rows() * 2))
     rows = [*gemm_rows(), *timed(FLASH), *eighths, *(replace(one, dtype="nvfp4") for one in eighths[:100])]
-    rates = fit(rows, gpu=H100)[0].kernels.gemm_types
+    rates = fit(rows, gpu=H100, attention_kernel="fa2")[0].kernels.gemm_types
     assert set(rates) == {"fp8"}
     product, tokens = Product(4096, 8192), np.array([1024.0, 4096.0])
     want = double.form_s(tokens, product, width)
     assert rates["fp8"].seconds(tokens, (product,), width) == pytest.approx(want, rel=0.05)
-    assert fit(rows)[0].kernels.gemm_types == {}
+    assert fit(rows, attention_kernel="fa2")[0].kernels.gemm_types == {}
 
 
 def test_a_type_of_another_source_replaces_that_of_the_profile(tmp_path: Path) -> None:

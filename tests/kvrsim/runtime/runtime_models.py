@@ -83,11 +83,10 @@ KINDS: dict[str, dict[str, Any]] = {
 EAGER_ONLY = ("gemma2", "gpt_oss")
 
 
-def variants() -> list[tuple[str, str]]:
-    """Every model with every kernel that can run it, grouped by kernel."""
-    result = [(name, kernel) for kernel in ("eager", "sdpa", "flash") for name in CONFIGS | KINDS]
-    return [(name, kernel) for name, kernel in result if kernel == "eager" or _runs(name, kernel)]
-
-
-def _runs(name: str, kernel: str) -> bool:
-    return name not in EAGER_ONLY and (kernel != "flash" or "alibi" not in name)
+def kernels_of(name: str) -> list[str]:
+    """The attention kernels that can run a model."""
+    if name in EAGER_ONLY:
+        return ["eager"]
+    if "alibi" in name:
+        return ["eager", "sdpa"]
+    return ["eager", "sdpa", "flash"]

@@ -20,7 +20,7 @@ from kvrsim.runtime.measure import Stopwatch, measure, prompt_of, run_job
 from kvrsim.runtime.model import ModelForward, load_model
 from kvrsim.runtime.plan import Difference, Job, ModelChoice, Report, RunPlan
 from kvrsim.scenario import Partition
-from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS
+from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS, kernels_of
 
 CONTEXT_LEN = 23
 EVEN_LEN = 24  # a multiple of every number of ranks
@@ -103,12 +103,18 @@ def compare(transport: Any, model: Any, plans: list[RunPlan]) -> list[tuple[str,
     return results  # type: ignore[return-value]
 
 
-def exactness(transport: Any, models: list[tuple[str, str]]) -> list[Result]:
-    """Difference of every plan from one process, for these models and kernels."""
+def exactness(transport: Any, models: list[tuple[str, str]], *, shared: bool = False) -> list[Result]:
+    """Difference of every plan from one process, for these models and kernels.
+
+    shared: the kernels of a model share its plans, as if dealt in turn, so that each plan runs with one of them.
+    """
     results = []
     for name, kernel in models:
         model = model_of(name, kernel)
         plans = plans_of(transport.size, Geometry.of(model))
+        if shared:
+            kernels = kernels_of(name)
+            plans = plans[kernels.index(kernel) :: len(kernels)]
         results += [(name, kernel, *one) for one in compare(transport, model, plans)]
     return results
 

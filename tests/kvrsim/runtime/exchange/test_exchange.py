@@ -26,11 +26,12 @@ from kvrsim.runtime.ranks import launch
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from tests.building import executed
-from tests.kvrsim.runtime.runtime_models import CONFIGS, variants
+from tests.kvrsim.runtime.runtime_models import CONFIGS, KINDS, kernels_of
 from tests.kvrsim.runtime.runtime_workers import Result, exact, model_of, run_plan
 
 SLOW = LinkSpec(name="slow", bandwidth_bytes_per_s=1e9, latency_s=0.0, source="a test")
 OnRanks = Callable[..., list[Any]]  # fixture two_ranks
+MODELS = [*CONFIGS, *KINDS]
 NAMES = {run: name for name, run in reversed(RUN_STRATEGIES.items())}
 
 
@@ -57,9 +58,10 @@ def test_ranks_give_one_processs_logits(num_ranks: int, models: list[tuple[str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_every_model_and_kernel_gives_one_processs_logits(num_ranks: int) -> None:
-    """Every pair of model and kernel runs on one of these numbers of ranks."""
-    models = variants()[num_ranks - 2 :: 3]
-    results = launch(workers.exactness, models, how=RankSettings(num_ranks=num_ranks))[-1]
+    """Every model runs with each kernel and with each plan, all on one of these numbers of ranks."""
+    models = [(name, kernel) for name in MODELS[num_ranks - 2 :: 3] for kernel in kernels_of(name)]
+    work = partial(workers.exactness, shared=True)
+    results = launch(work, models, how=RankSettings(num_ranks=num_ranks))[-1]
     assert {(name, kernel) for name, kernel, *_ in results} == set(models)
     assert [one for one in results if not exact(one[-1])] == []
     assert all(difference.logits_scale > 1 for *_, difference in results)
