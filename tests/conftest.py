@@ -8,6 +8,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing import util
 from typing import Any
 
 import pytest
@@ -35,6 +36,12 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """Remove multiprocessing's temporary folder now: pytest-xdist kills a process that needs more than 10 s to end."""
+    util._run_finalizers()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True)
