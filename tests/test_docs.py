@@ -11,7 +11,6 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import click
 import pytest
 
 from kvrsim.cli import main as cli
-from planner import api
+from tests.building.remembered import Question, remember
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -109,47 +108,23 @@ SLOW = {
 TESTED_ELSEWHERE = {("validate", "published")}  # simulated whole in tests/validate/test_accuracy.py; only parsed here
 
 
-Question = tuple[str, str]
-
-
 @pytest.fixture(scope="module")
 def answers() -> dict[Question, Any]:
-    """Fleets and maps of the pages by their question; several pages have the same."""
+    """Answers of the pages so far: several pages ask the same question."""
     return {}
 
 
-@pytest.fixture
-def _asked_once(answers: dict[Question, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answer a question about a fleet or a map from an earlier page, unless it names a file of this page."""
-
-    def remembered(name: str) -> Callable[..., Any]:
-        answer = getattr(api, name)
-
-        def ask(
-            *groups: Any, pool: Any = None, on_progress: Any = None, engines: Iterable[str] = (), **more: Any
-        ) -> Any:
-            if name == "capacity_of":
-                more["engines"] = tuple(engines)
-            question = (name, repr([vars(group) for group in groups] + [more]))
-            if any(path.name in question[1] for path in tmp_path.glob("*.*")):
-                return answer(*groups, pool=pool, on_progress=on_progress, **more)
-            if question not in answers:
-                answers[question] = answer(*groups, pool=pool, on_progress=on_progress, **more)
-            return answers[question]
-
-        return ask
-
-    for name in ("capacity_of", "map_of"):
-        monkeypatch.setattr(api, name, remembered(name))
-
-
-@pytest.mark.usefixtures("_asked_once")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in NAMES if COMMANDS[name]]
 )
 def test_the_commands_of_a_page(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    answers: dict[Question, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    remember(answers, monkeypatch)
     monkeypatch.setenv("COLUMNS", "118")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)

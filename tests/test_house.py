@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -75,9 +76,14 @@ def package_of(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
+@cache
+def modules_imported() -> dict[str, set[str]]:
+    return import_graph(source_files(), for_types=False)
+
+
 def imports(package: bool) -> dict[str, set[str]]:
     """Modules or packages that each module or package imports, also by text; imports for types are left out."""
-    graph = import_graph(source_files(), for_types=False)
+    graph = modules_imported()
     if not package:
         return graph
     edges: dict[str, set[str]] = {}

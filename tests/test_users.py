@@ -118,9 +118,9 @@ def _write_files() -> None:
     numbers = random.Random(1)
     arrival_s = 0.0
     rows = []
-    for _ in range(200):
+    for _ in range(100):
         arrival_s += numbers.expovariate(4)
-        rows.append((f"{arrival_s:.3f}", str(numbers.randint(200, 6000)), str(numbers.randint(20, 300))))
+        rows.append((f"{arrival_s:.3f}", str(numbers.randint(200, 3000)), str(numbers.randint(20, 300))))
     for name, head in (("trace.csv", "timestamp,prompt_tokens,completion_tokens"), ("odd.csv", "began,words,answer")):
         Path(name).write_text("\n".join([head, *map(",".join, rows), ""]))
     logged = [f"{tokens},{20 + tokens / 60 + numbers.random():.1f}" for tokens in (1024, 4096, 16384)]

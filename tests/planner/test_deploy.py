@@ -25,6 +25,7 @@ from planner.capacity.times import StrategyPolicy
 from planner.deploy import Deployment, deployment_of
 from planner.deploy_engines import deploy_engine, engines_with
 from tests.building.flags import options
+from tests.building.remembered import Question, remember
 from validate.engine_flags import launches
 
 LLAMA = {"model": "llama-3.1-70b", "cluster": "h100-nvlink"}
@@ -32,6 +33,17 @@ MIXTURE = {"model": "qwen3-235b-a22b", "cluster": "h200-nvlink"}
 LATENT = {"model": "deepseek-v3", "cluster": "h200-nvlink"}
 DEEPSEEK = ("deepseek-v3", "deepseek-v3.2")
 CONTEXT = ("cp8+ep8", "cp8", "tp2+cp4+ep8", "cp8-i")
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[Question, Any]:
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _remembered(answers: dict[Question, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan as JSON, as a screen and from Python is computed once."""
+    remember(answers, monkeypatch)
 
 
 def launched(engine: str, strategy: str, **question: Any) -> Deployment:
@@ -165,15 +177,16 @@ def run(capsys: pytest.CaptureFixture[str], code: int, *arguments: str) -> tuple
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    out, err = run(capsys, 0, "--emit", "sglang", "--json")
+    few = ("--emit", "sglang", "--strategies", "kvr-s,tp,pp")
+    out, err = run(capsys, 0, *few, "--json")
     content = json.loads(out)
     assert {"engine", "version", "args", "files", "notes"} <= set(content)
     assert (content["engine"], content["version"]) == ("sglang", "0.5.23")
-    out, err = run(capsys, 0, "--emit", "sglang")
+    out, err = run(capsys, 0, *few)
     assert out.splitlines()[0] == content["command"]
     assert err.startswith("kvrsim: note: ")
     assert "places the cached prefix" not in err
-    _, err = run(capsys, 0, "--emit", "sglang", "--cached-prefix", "2k", "--prefix-placement", "host:20GB/s")
+    _, err = run(capsys, 0, *few, "--cached-prefix", "2k", "--prefix-placement", "host:20GB/s")
     assert "no flag here places the cached prefix (host:20GB/s)" in err
     out, _ = run(capsys, 0, "--only-deployable", "trtllm", "--json")
     assert {one["strategy"] for one in json.loads(out)["strategies"]} == {"single", "tp", "pp", "tp2+pp", "tp4+pp1"}

@@ -24,8 +24,20 @@ from kvrsim.units import format_seconds
 from kvrsim.views.table import TIED
 from planner import candidates
 from tests.building.commands import answer, refusal, run, screen
+from tests.building.remembered import Question, remember
 
 CLUSTERS = ("switch", "bus", "chain")
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[Question, Any]:
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def _remembered(answers: dict[Question, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan as JSON, as a screen and from Python is computed once."""
+    remember(answers, monkeypatch)
 
 
 def cluster_file(folder: Path, **changes: Any) -> str:
