@@ -13,7 +13,7 @@ PINS := pyproject.toml constraints.txt
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help plan test test-all test-browser screenshots nightly fuzz check docs format results notebooks gpu models profiles fit engines clean
+.PHONY: help plan test test-all test-browser screenshots nightly fuzz check lint types imports fresh docs format results notebooks gpu models profiles fit engines clean
 
 help: ## list these targets
 	@echo "make TARGET   (PYTHON=$(PYTHON); any Python >= 3.11 will do)"
@@ -47,11 +47,19 @@ nightly: $(VENV)/.dev ## all tests with new random examples, then the fuzzers fo
 fuzz: $(VENV)/.dev ## random calls, commands and files for MINUTES=10, with SEED=N or a new one, which is printed (PAGE=FILE.md: a page of all cases so far)
 	$(BIN)/python tests/fuzz/fuzz_long.py --minutes $(or $(MINUTES),10) $(if $(SEED),--seed $(SEED)) $(if $(PAGE),--page $(PAGE))
 
-check: $(VENV)/.dev ## ruff format, ruff, mypy, import-linter, and whether pages of results are stale
+check: lint types imports fresh ## ruff format, ruff, mypy, import-linter, and whether pages of results are stale
+
+lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: $(VENV)/.dev
 	$(BIN)/mypy
+
+imports: $(VENV)/.dev
 	$(BIN)/lint-imports
+
+fresh: $(VENV)/.dev
 	$(BIN)/python -m validate.results --check
 
 docs: $(VENV)/.dev ## build the documentation into build/site; a broken link fails

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -210,8 +211,9 @@ def read_modules(kind: str, text: str, argument: str = "measurements") -> list[M
     return thinned
 
 
+@cache
 def _mixer(config: str, table: str) -> Any:
-    """The model's mixer that a table measures."""
+    """The model's mixer that a table measures; a model that transformers reads takes seconds, so it is read once."""
     for layer in load_model(config).layers:
         mixer = layer.mixer
         has_indexer = getattr(mixer, "indexer", None) is not None

@@ -1,7 +1,7 @@
 """Number of examples per law: few while editing, more before a commit, most at night.
 
-quick    `make test`: a fifth of the number in the test, the same examples in every run
-full     `make test-all` and CI: a third of the number, the same examples in every run
+quick    `make test`: an eighth of the number in the test, the same examples in every run
+full     `make test-all` and CI: a quarter of the number, the same examples in every run
 nightly  `make nightly`: five times the number, from a random seed that is printed
 mutation `benchmarks/mutation.py`: as full, but without shrinking failures
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, Phase, settings
 
-_EFFORT = {"quick": 1 / 5, "full": 1 / 3, "nightly": 5.0, "mutation": 1 / 2}
+_EFFORT = {"quick": 1 / 8, "full": 1 / 4, "nightly": 5.0, "mutation": 1 / 2}
 _LEAST = 3
 
 

@@ -93,7 +93,7 @@ def test_small_programs(seed: int) -> None:
 @pytest.mark.parametrize("topologies", NETWORKS.values(), ids=NETWORKS)
 @pytest.mark.parametrize("name", NAMES)
 @given(rng=draws())
-@examples(12)
+@examples(16)
 def test_every_executor_agrees_with_the_event_executor(name: str, topologies: tuple[str, ...], rng: Draws) -> None:
     """With even chunks, which are among the rows, some messages arrive exactly when a rank begins to wait."""
     strategy = get_strategy(name)
@@ -105,7 +105,7 @@ def test_every_executor_agrees_with_the_event_executor(name: str, topologies: tu
 @pytest.mark.parametrize("topology", ["switch", "bus"])
 @pytest.mark.parametrize("name", ["kvr-s", "tsp", "zigzag", "tp2+pp", "pp2+cp2"])
 @given(rng=draws())
-@examples(9)
+@examples(12)
 def test_many_layers(name: str, topology: str, rng: Draws) -> None:
     """Executors that skip layers in steady state agree with the event executor."""
     strategy = get_strategy(name)

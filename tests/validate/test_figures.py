@@ -26,7 +26,7 @@ def small() -> Predictions:
         scaling_gpu_counts=(1, 4),
         entries=(8192, 12288),
         table_gpu_counts=(4,),
-        noise_samples=50,
+        noise_samples=10,
     )
     return Predictions(scope)
 

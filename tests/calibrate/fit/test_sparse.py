@@ -33,7 +33,7 @@ def write(folder: Path, kind: str, rows: list[dict[str, Any]]) -> Path:
 
 @pytest.mark.parametrize("kind", ["keys", pytest.param("blocks", marks=pytest.mark.slow)])
 def test_modules_are_products_and_what_is_between(kind: str, tmp_path: Path) -> None:
-    shapes = list(product((1, 512, 2048, 8192), (0, 4096, 16384, 65536), (8, 16, 64)))
+    shapes = list(product((1, 512, 2048, 8192), (0, 4096, 65536), (8, 64)))
     rows: list[dict[str, Any]] = [
         {"isl": chunk, "step": prefix, "num_heads": heads, "gemm_type": "bfloat16", "kv_cache_dtype": cache}
         for chunk, prefix, heads in shapes

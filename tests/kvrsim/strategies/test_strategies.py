@@ -54,7 +54,7 @@ def moved_tokens(scenario: Scenario, program: Program) -> float:
 
 
 @given(chunks=st.lists(st.integers(1, 500), min_size=1, max_size=8), cached=st.integers(0, 500))
-@examples(40)
+@examples(20)
 def test_dot_products_and_traffic(chunks: list[int], cached: int) -> None:
     """KVR computes chunk x (prefix + chunk) and sends K and V of new tokens up to each chunk's end (Fig. 5).
 

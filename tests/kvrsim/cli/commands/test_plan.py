@@ -202,11 +202,12 @@ def test_the_question_is_in_the_answer(command: str, capsys: pytest.CaptureFixtu
 
 def test_its_cluster_is_a_cluster_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown = answer(capsys, "clusters", "show", "h100-2x8-ndr400")
-    plan = answer(capsys, "plan", "--cluster", "h100-2x8-ndr400", "--profile", "roofline", "--ctx", "2k")
+    question = ("plan", "--profile", "roofline", "--ctx", "2k", "--strategies", "tp,pp,kvr-e")
+    plan = answer(capsys, *question, "--cluster", "h100-2x8-ndr400")
     assert set(plan["cluster"]) == set(shown)
     path = tmp_path / "again.json"
     path.write_text(json.dumps(plan["cluster"]))
-    again = answer(capsys, "plan", "--cluster", str(path), "--profile", "roofline", "--ctx", "2k")
+    again = answer(capsys, *question, "--cluster", str(path))
     assert again["best"]["ttft_s"] == plan["best"]["ttft_s"]
 
 
