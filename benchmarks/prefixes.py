@@ -21,6 +21,7 @@ ABOUT: dict[str, Any] = {"model": "llama-3-8b", "cluster": "h100-nvlink", "gpus"
 PREFIX = 2**17
 NEW_TOKENS = (512, 1024, 2048, 4096, 8192)
 NAMES = ("kvr-s", "tsp", "zigzag", "ring", "zigzag-ring", "ulysses", "tp")
+MARKS: dict[PrefixAccess | None, str] = {"pass-kv": " KV", "pass-q": " Q"}
 PLACES = ("all", "sharded", "host", "remote:50GB/s", "remote:5GB/s")
 
 
@@ -51,7 +52,7 @@ def by_place(new_tokens: int) -> Iterator[str]:
                 cells.append("-")
                 continue
             best[place] = min(best[place], found_ms)
-            cells.append(f"{found_ms:.1f}{' KV' if access == 'pass-kv' else ''}")
+            cells.append(f"{found_ms:.1f}{MARKS.get(access, '')}")
         yield f"| {name} | " + " | ".join(cells) + " |"
     whole, _ = kvrsim.make_scenario(ctx=PREFIX + new_tokens, **ABOUT)
     again_ms = ttft_ms(whole, "kvr-s")[0]
@@ -68,8 +69,8 @@ def main() -> None:
         "",
         "## TTFT by placement, ms",
         "",
-        "KV: each rank has a share of the prefix, which goes to all ranks (pass-KV). Else each rank has, or loads, all",
-        "that it needs. -: the strategy has no use for the placement.",
+        "KV: each rank has a share of the prefix, which goes to all ranks (pass-KV). Q: queries go to the shares (pass-Q).",
+        "Else each rank has, or loads, all that it needs. -: the strategy has no use for the placement.",
     ]
     for new_tokens in NEW_TOKENS:
         lines += ["", *by_place(new_tokens)]

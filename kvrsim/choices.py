@@ -17,7 +17,7 @@ DTYPES = tuple(
 
 PrefixPlace = Literal["all", "sharded", "host", "remote"]  # where the K and V of a cached prefix are stored
 PREFIX_PLACEMENTS: tuple[PrefixPlace, ...] = get_args(PrefixPlace)
-PrefixAccess = Literal["whole", "pass-kv"]  # how ranks attend to a cached prefix (kvrsim/kernels/prefix.py)
+PrefixAccess = Literal["whole", "pass-kv", "pass-q"]  # how ranks attend to a cached prefix (kvrsim/kernels/prefix.py)
 
 Device = Literal["auto", "cpu", "cuda"]
 DEVICES: tuple[Device, ...] = get_args(Device)

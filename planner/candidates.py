@@ -317,6 +317,7 @@ def _accesses(execution: Execution) -> tuple[PrefixAccess, ...]:
 def prefix_access_notes(candidates: Sequence[Candidate]) -> list[str]:
     """Notes on how each strategy's ranks attend to a cached prefix that is not on all GPUs; empty if there are none."""
     meanings = {"whole": "each rank loads all that it needs", "pass-kv": "its shares go to all ranks"}
+    meanings["pass-q"] = "queries go to its shares, and results return"
     names = {way: [one.strategy.name for one in candidates if one.prefix_access == way] for way in meanings}
     ways = [f"{way} ({meaning}) in {', '.join(names[way])}" for way, meaning in meanings.items() if names[way]]
     had_choice = any(len(_accesses(one.execution)) > 1 for one in candidates)

@@ -281,18 +281,22 @@ def row_table(rows: Sequence[MultiGpuRow]) -> list[str]:
 
 def prefix_table(rows: Sequence[MultiGpuRow]) -> list[str]:
     """Table of prefills behind a sharded prefix, by the share of new tokens."""
-    lines = (
-        (
-            f"{row.new_tokens / row.tokens:.1%}",
-            row.new_tokens,
-            row.tokens - row.new_tokens,
-            format_seconds(row.measured_s),
-            format_seconds(row.check.predicted_s),
-            f"{row.check.rel_error:+.0%}",
+    lines = []
+    for row in rows:
+        execution = row.prefill.execution
+        with_queries = execution.on(replace(execution.placed, prefix_access="pass-q"))
+        lines.append(
+            (
+                f"{row.new_tokens / row.tokens:.1%}",
+                row.new_tokens,
+                row.tokens - row.new_tokens,
+                format_seconds(row.measured_s),
+                format_seconds(row.check.predicted_s),
+                f"{row.check.rel_error:+.0%}",
+                format_seconds(run_partition(with_queries, row.prefill.partition).ttft_s),
+            )
         )
-        for row in rows
-    )
-    return table(("new tokens, share", "new", "cached", "measured", "predicted", "error"), lines)
+    return table(("new tokens, share", "new", "cached", "measured", "predicted", "error", "pass-q"), lines)
 
 
 # -- parts of a layer

@@ -1,7 +1,8 @@
 """Where the K and V of a cached prefix lie, and how the ranks' attention reaches them.
 
 whole: every rank has, or loads, the whole prefix. pass-kv: each rank has a share of the tokens, and sends it to the
-other ranks in every layer. Shares are even and interleaved, so a window contains an equal part of each.
+other ranks in every layer. pass-q: each rank has a share; queries go to the shares, and results return. Shares are even
+and interleaved, so a window contains an equal part of each.
 """
 
 from __future__ import annotations

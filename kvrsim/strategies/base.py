@@ -70,6 +70,7 @@ class Strategy:
     passes_state: bool = False  # whether chunks follow each other in rank order, so that a state can be sent on
     sends_in_turn: bool = False  # whether a rank's messages leave one after another, even over different links
     carries_prefix: bool = False  # whether messages carry the shares of a cached prefix that no rank has whole
+    passes_queries: bool = False  # whether ranks can send queries, instead of K and V, to the shares of a cached prefix
     splits_heads: bool = False  # whether a rank attends with some heads to all keys, and needs their K and V alone
     merges_blocks: bool = False  # whether a rank attends to one block of keys after another and merges the results
     chains: bool = False  # whether the strategy is KVR's chain, for which planner.search.bound holds

@@ -272,9 +272,11 @@ def supported_prefix_access(strategy: Strategy, placement: PrefixPlacement, rank
     """The ways in which the strategy's ranks may attend to a prefix with this placement."""
     if ranks == 1 or placement.place == "all" or strategy.pipeline is not None:
         return ("whole",)
-    if placement.place == "sharded":
-        return ("pass-kv",)
-    return ("whole", "pass-kv")
+    if placement.place != "sharded":
+        return ("whole", "pass-kv")
+    if strategy.passes_queries:
+        return ("pass-kv", "pass-q")
+    return ("pass-kv",)
 
 
 def _experts(step: Step, rank: int) -> Iterator[Op]:

@@ -9,10 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.kernels.elementwise import UPCAST_KERNELS
-from kvrsim.program import Array, Compute, Flags, Op, RingPass
+from kvrsim.model.mixers import Attention, LatentAttention
+from kvrsim.program import AllToAll, Array, Compute, Flags, Op, RingPass
 from kvrsim.strategies.base import OWN_TOKENS, RealRun, Step, Strategy, StrategyWords
 
 Ranks = npt.NDArray[np.intp]
+_LOG_SUM_ELEMENTS = 2  # elements of half precision that take the bytes of a number in fp32
 SecondsTo = Callable[[int, Ranks], Array]  # seconds of attention of a rank to the blocks of other ranks
 
 
@@ -33,7 +35,8 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
     blocks_s: seconds of attention to the other ranks' K, V in the order of `owners`, with merging, shape (p - 1, B).
     calls: whether the host issues each call, shape (p - 1,).
     A rank's share of the cached prefix is sent with its K, V. All queries attend to it in one call; both results are
-    merged at once.
+    merged at once. With the access pass-q, the queries of each chunk go round the ring instead, and results return in
+    an all-to-all. Each round takes as long as with K and V: strategies with this access have rounds of equal work.
     """
     costs = step.costs
     mixer = costs.block_mixer
@@ -50,16 +53,20 @@ def pass_kv(step: Step, rank: int, blocks_s: Array, calls: Flags) -> Iterator[Op
     kernels = num_calls * mixer.block_kernels + merges * mixer.merge_kernels
     work_s = np.concatenate([np.broadcast_to(own_s, blocks_s[:1].shape), blocks_s])
     most_keys = None if step.times_only else np.maximum(step.lengths.max(axis=0), step.held_prefix + chunk)
+    queries_pass = costs.setting.prefix.access == "pass-q"
     yield RingPass(
         name="attention",
         device_s=work_s,
-        nbytes=_sent_bytes(step, rank),
+        nbytes=_query_bytes(step, rank) if queries_pass else _sent_bytes(step, rank),
         host_s=(costs.host_attention_s, *(merges * costs.host_attention_s).tolist()),
         kernels=(costs.kernels.mixer + UPCAST_KERNELS, *kernels.tolist()),
         overlaps=costs.setting.sends_overlap,
         message_share=costs.setting.message_share,
         score_elements=None if most_keys is None else costs.mixer.score_elements(chunk, most_keys),
+        payload="heads" if queries_pass else "KV",
     )
+    if queries_pass:
+        yield _return_results(step, rank)
     yield Compute(name="cast", device_s=cast_s, kernels=UPCAST_KERNELS, kind="merge")
 
 
@@ -78,6 +85,22 @@ def _sent_bytes(step: Step, rank: int) -> Array:
     if step.has_equal_chunks:
         return np.broadcast_to(step.piece_bytes[:1], (step.num_ranks - 1, *step.piece_bytes.shape[1:]))
     return step.piece_bytes[owners(step, rank)[:-1]]
+
+
+def _query_bytes(step: Step, rank: int) -> Array:
+    """Bytes of the queries that a rank holds in each round but the last, shape (p - 1, B)."""
+    mixer = step.costs.mixer.mixer
+    assert isinstance(mixer, Attention | LatentAttention)  # others pass K and V, see supported_prefix_access
+    return step.costs.feature_bytes(step.lengths[owners(step, rank)[:-1]], mixer.num_attention_heads * mixer.head_dim)
+
+
+def _return_results(step: Step, rank: int) -> AllToAll:
+    """Return the results of the other ranks' queries, each with the logarithm of its sum of exponentials in fp32."""
+    mixer = step.costs.mixer.mixer
+    assert isinstance(mixer, Attention | LatentAttention)  # others pass K and V, see supported_prefix_access
+    others = step.lengths_twice[rank + 1 : rank + step.num_ranks]
+    features = mixer.num_attention_heads * (mixer.v_head_dim + _LOG_SUM_ELEMENTS)
+    return AllToAll(nbytes=step.costs.feature_bytes(others, features))
 
 
 def _blocks_s(step: Step, rank: int) -> Array:
@@ -179,6 +202,7 @@ STRIPED = replace(
     source="Brandon et al., Striped Attention, 2023 (arXiv:2311.09431)",
     layer=striped_layer,
     passes_state=False,
+    passes_queries=True,
     words=StrategyWords(
         each_rank="every p-th token; attends to one block of K and V after another",
         communication="a block of K and V to the next rank in each of p - 1 rounds, in each layer",

@@ -16,7 +16,7 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.kernels.prefix import PrefixPlacement
 from kvrsim.memory import memory_of
 from kvrsim.placement import PlacedScenario
-from kvrsim.program import loaded_bytes
+from kvrsim.program import AllToAll, RingPass, loaded_bytes
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from kvrsim.strategies.layers import placement_refusal, supported_prefix_access
@@ -133,6 +133,28 @@ def test_a_sharded_prefix_needs_less_memory(name: str) -> None:
             assert rank.total < memory_of(execution_of(make_scenario(**about)[0], strategy), cut)[0].total + 1
     whole = peaks["all", "whole"]
     assert all(0.12 * whole < peaks[key] < 0.17 * whole for key in peaks if key[0] != "all"), peaks
+
+
+@pytest.mark.parametrize("name", ["striped", "zigzag-ring", "tp2+zigzag-ring"])
+def test_queries_pass_where_few_tokens_are_new(name: str) -> None:
+    """Over a slow network the access with fewer bytes wins; its ring and its all-to-all send exactly these bytes."""
+    strategy = get_strategy(name)
+    about = {"model": "llama-3.1-70b", "cluster": "h100-nvlink", "gpus": 8, "link_bandwidth": "1GB/s", "ctx": "128k"}
+    about |= {"prefix_placement": "sharded", "engine": "none"}
+    ways = {}
+    for cached in ("99%", "20%"):
+        execution = execution_of(make_scenario(**about, cached_prefix=cached)[0], strategy)
+        ways[cached] = execution.placed.prefix_access
+        ranks = execution.cluster.num_gpus
+        chunk = execution.request.new_tokens // ranks
+        passing = execution.on(replace(execution.placed, prefix_access="pass-q"))
+        program = build_program(passing, columns((chunk,) * ranks))
+        heads = 64 * ranks // 8  # query heads of a rank's GPU, each of 128 elements of 2 bytes
+        ring = (ranks - 1) * chunk * heads * 128 * 2
+        results = (ranks - 1) * chunk * heads * (128 * 2 + 4)
+        sent = sum(float(op.nbytes.sum()) for op in program.layers[0][0] if isinstance(op, AllToAll | RingPass))
+        assert sent == pytest.approx(ring + results)
+    assert ways == {"99%": "pass-q", "20%": "pass-kv"}
 
 
 @pytest.mark.parametrize("text", ["", "disk", "layers", "sharded:10GB/s", "host:", "host:10", "remote:-1GB/s", "all:"])
