@@ -69,7 +69,7 @@ def main() -> None:
         "",
         "## TTFT by placement, ms",
         "",
-        "KV: each rank has a share of the prefix, which goes to all ranks (pass-KV). Q: queries go to the shares (pass-Q).",
+        "KV: each rank has a share of the prefix, which goes to all ranks. Q: queries go to the shares (pass-q).",
         "Else each rank has, or loads, all that it needs. -: the strategy has no use for the placement.",
     ]
     for new_tokens in NEW_TOKENS:
