@@ -21,7 +21,6 @@ from kvrsim.arguments import FleetArgs
 from kvrsim.builder import make_scenario
 from kvrsim.execution import place
 from kvrsim.executors.run import run_partition
-from kvrsim.interp import percentile_of
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
 from planner.candidates import partition_of
@@ -31,6 +30,7 @@ from planner.capacity.request import CapacityRequest, Target, make_request
 from planner.capacity.search import FleetFit, FleetSearch, FleetSimulator
 from planner.capacity.times import GridPoints, ServiceTimes, StrategyPolicy, service_times
 from planner.capacity.workload import RequestSource, Workload, read_trace
+from planner.percentile import percentile_of
 from planner.search.search import search
 from validate.report import write_benchmark
 from validate.results import spread

@@ -10,11 +10,12 @@ import numpy as np
 import kvrsim
 from kvrsim.choices import PrefixAccess
 from kvrsim.execution import execute as executed
+from kvrsim.executors.access import execution_of
 from kvrsim.executors.run import run_partition
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.units import format_tokens
-from planner.candidates import execution_of, partition_of
+from planner.candidates import partition_of
 from validate.report import write_benchmark
 
 ABOUT: dict[str, Any] = {"model": "llama-3-8b", "cluster": "h100-nvlink", "gpus": 8}

@@ -25,10 +25,11 @@ import numpy as np
 
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
+from kvrsim.executors.access import execution_of
 from kvrsim.hardware import SlowGpu, SlowLink, UnevenCluster
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
-from planner.candidates import Search, execution_of
+from planner.candidates import Search
 
 SEED = 20261124
 NUM_QUESTIONS = 60

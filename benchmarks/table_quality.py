@@ -22,9 +22,9 @@ import numpy as np
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
 from kvrsim.execution import place
+from kvrsim.executors.access import execution_of
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES
-from planner.candidates import execution_of
 from planner.processes import Pool, cores
 from planner.search.minimise import Evaluator
 from planner.search.search import search

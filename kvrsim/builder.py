@@ -52,7 +52,7 @@ def build_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
     profile = None if args.profile in (None, ROOFLINE) else args.profile
     profile = load_profile(profile) if isinstance(profile, str) else profile
     cluster = own or _default_cluster(profile)
-    default_notes = _name_notes(args)
+    default_notes = _name_notes(args, cluster)
     if args.profile is None:
         profile, profile_notes = _default_profile(spec, cluster.gpu)
         default_notes += profile_notes
@@ -168,16 +168,16 @@ def larger_size(cluster: Cluster, gpus: int) -> str:
     return f"{-(-gpus // node.num_gpus)}x{node.num_gpus}x{cluster.gpu.name}"
 
 
-def _name_notes(args: ScenarioArgs) -> tuple[Note, ...]:
+def _name_notes(args: ScenarioArgs, cluster: Cluster) -> tuple[Note, ...]:
     """Notes on names: the known shape that a model has, and the network assumed for a size such as 2x8xh100."""
+    notes: list[Note] = []
     shape = known_shape(args.model) if isinstance(args.model, str) else None
-    notes = (
-        [note("shape", model=shape.name, shape=shape.shape)] if shape is not None and shape.name != shape.shape else []
-    )
-    if isinstance(args.cluster, str) and args.cluster not in builtin_clusters() and not Path(args.cluster).exists():
-        cluster = load_cluster(args.cluster)
-        if cluster.network is not None:
-            notes.append(note("network", cluster=cluster.name, network=cluster.network.name))
+    if shape is not None and shape.name != shape.shape:
+        notes.append(note("shape", model=shape.name, shape=shape.shape))
+    is_named = isinstance(args.cluster, str)
+    is_size = is_named and args.cluster not in builtin_clusters() and not Path(str(args.cluster)).exists()
+    if is_size and cluster.network is not None:
+        notes.append(note("network", cluster=cluster.name, network=cluster.network.name))
     return tuple(notes)
 
 

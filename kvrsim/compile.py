@@ -10,7 +10,9 @@ import numpy as np
 from kvrsim.errors import InputError, KvrsimError
 from kvrsim.execution import Execution
 from kvrsim.kernels.cost import CostModel
+from kvrsim.once import once
 from kvrsim.program import Array, Op, Program, Recv, Send, run_order, slowed_by_pending_recv
+from kvrsim.scenario import Partition
 from kvrsim.strategies import STRATEGIES, Step, Strategy
 from kvrsim.strategies.layers import before_step, embedding, has_prefill, last, layer_ops, request
 
@@ -70,6 +72,20 @@ def steps_of(execution: Execution, chunks: Sequence[Array], cost: CostModel, *, 
         Step(costs, *of_ranks, query_blocks=blocks, times_only=times_only)
         for costs in execution.placed.layer_costs(cost)
     ]
+
+
+def program_of(execution: Execution, partition: Partition) -> Program:
+    """Return the program of one partition; the execution keeps it."""
+    programs = programs_so_far(execution)
+    if partition not in programs:
+        programs[partition] = build_program(execution, columns(partition.chunk_lens))
+    return programs[partition]
+
+
+@once
+def programs_so_far(execution: Execution) -> dict[Partition, Program]:
+    """The programs of an execution that `program_of` has built."""
+    return {}
 
 
 def _is_own(strategy: Strategy) -> bool:

@@ -1,4 +1,4 @@
-"""Interpolation on a grid, percentiles and quartiles."""
+"""Interpolation on a grid, and quartiles."""
 
 from __future__ import annotations
 
@@ -28,13 +28,6 @@ def cell(x: ArrayLike, grid: ArrayLike) -> tuple[NDArray[np.intp], Floats]:
     if len(points) == 1:
         return low, np.zeros(at.shape)
     return low, (at - points[low]) / (points[low + 1] - points[low])
-
-
-def percentile_of(values: ArrayLike, percent: float) -> float:
-    """The least value that `percent` percent of all values do not exceed; not interpolated: values may be infinite."""
-    array = np.asarray(values, dtype=float)
-    rank = max(1, math.ceil(percent / 100 * array.size - 1e-9)) - 1
-    return float(np.partition(array, rank)[rank])
 
 
 QUARTILE_RANGE_SD = 1.349  # interquartile range of a normal distribution, in standard deviations

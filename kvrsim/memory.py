@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from kvrsim.compile import build_program, columns, steps_of
+from kvrsim.compile import build_program, columns, program_of, programs_so_far, steps_of
 from kvrsim.execution import Execution
 from kvrsim.io.schema import fields_to_json
 from kvrsim.kernels.cost import CostModel, no_time
 from kvrsim.kernels.experts import RoutedExperts
 from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
 from kvrsim.model.spec import LayerSpec
+from kvrsim.once import once
 from kvrsim.placement import PlacedScenario
 from kvrsim.program import Array, Compute, Load, Op, Program, RingPass, bytes_in_flight
 from kvrsim.scenario import Partition, Scenario
@@ -68,23 +69,36 @@ class RankMemory:
         return fields_to_json(self) | {"total": self.total}
 
 
-def memory_of(execution: Execution, partition: Partition, program: Program | None = None) -> tuple[RankMemory, ...]:
-    """Peak memory of every GPU, rank by rank; the GPUs of a group have equal shares.
+def memory_of(execution: Execution, partition: Partition) -> tuple[RankMemory, ...]:
+    """Peak memory of every GPU, rank by rank; the GPUs of a group have equal shares. The execution keeps it.
 
     A rank's program states what the rank holds: K and V after each operation, score matrices, and messages and gathered
     pieces until they are in the cache. Where a program states no bytes, the rank is assumed to hold the whole context.
     """
+    memories = _memories(execution)
+    if partition not in memories:
+        memories[partition] = _memory_of(execution, partition)
+    return memories[partition]
+
+
+@once
+def _memories(execution: Execution) -> dict[Partition, tuple[RankMemory, ...]]:
+    """The memory of all GPUs for each partition that was asked for."""
+    return {}
+
+
+def _memory_of(execution: Execution, partition: Partition) -> tuple[RankMemory, ...]:
     parts = _Parts(execution.placed)
     if execution.strategy.pipeline is not None:
         ranks = list(parts.stages(execution.strategy, partition))
     else:
-        if program is None:
-            program = build_program(execution, columns(partition.chunk_lens), _cost_for_memory(execution))
+        program = _program_of_bytes(execution, partition)
         ranks = list(parts.ranks(execution.strategy, partition, program.layers, range(program.num_ranks)))
     each_group = tuple(rank for rank in ranks for _ in range(execution.placed.gpus_per_rank))
     return each_group * execution.placed.data_groups
 
 
+@once
 def largest_of_even_chunks(execution: Execution) -> list[RankMemory]:
     """Peak memory of ranks with even chunks, among them the rank that needs the most, and the one with most KV-cache.
 
@@ -117,6 +131,14 @@ class _LayerOnDemand(Sequence[tuple[Op, ...]]):
 
     def __getitem__(self, rank: Any) -> Any:
         return self.of_rank(rank)
+
+
+def _program_of_bytes(execution: Execution, partition: Partition) -> Program:
+    """The program of a partition; a search, which asks for many, need not know the times of its operations."""
+    strategy = execution.strategy
+    if strategy.partition_rule != "search" or partition in programs_so_far(execution):
+        return program_of(execution, partition)
+    return build_program(execution, columns(partition.chunk_lens), _cost_for_memory(execution))
 
 
 def _cost_for_memory(execution: Execution) -> CostModel:

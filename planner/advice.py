@@ -16,20 +16,12 @@ from typing import NamedTuple
 from kvrsim.arguments import SearchArgs
 from kvrsim.errors import InputError
 from kvrsim.execution import Execution
+from kvrsim.executors.access import execution_of
 from kvrsim.results.results import NEAR, Advice
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.units import format_tokens
-from planner.candidates import (
-    Candidate,
-    ComparedStrategies,
-    Search,
-    all_for,
-    could_fit,
-    execution_of,
-    rare_for,
-    search_all,
-)
+from planner.candidates import Candidate, ComparedStrategies, Search, all_for, could_fit, rare_for, search_all
 from planner.estimate import estimate_s
 from planner.limits import OPERATIONS
 

@@ -15,9 +15,10 @@ import numpy as np
 
 from kvrsim.arguments import SearchArgs
 from kvrsim.choices import PrefixAccess
-from kvrsim.compile import build_program, columns
+from kvrsim.compile import columns, program_of
 from kvrsim.errors import ABSENT, InputError
-from kvrsim.execution import Execution, place
+from kvrsim.execution import Execution
+from kvrsim.executors.access import execution_of, prefix_accesses
 from kvrsim.executors.chain import Chain
 from kvrsim.executors.run import Run, Runner, run_partition
 from kvrsim.memory import RankMemory, fits, largest_of_even_chunks, memory_of
@@ -29,17 +30,17 @@ from kvrsim.progress import OnProgress
 from kvrsim.results.results import NotTried
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import (
+    CHUNKED,
     KVR_S,
     STRATEGIES,
     Strategy,
     chain_like,
     get_strategy,
-    hybrid_names,
     label_of,
+    names_in_all,
+    names_with_spread_experts,
     rare_names,
-    sizes_names,
 )
-from kvrsim.strategies.layers import supported_prefix_access
 from kvrsim.strategies.pipeline import context_ranks, pipeline_computes_s
 from kvrsim.strategies.pipeline import program as pipeline_program
 from kvrsim.units import format_bytes
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
 ROUGH = "rough"  # name of the method if the pieces were not searched
 _MOST_GAIN = {"search": 0.1, "searched-pieces": 0.15}  # largest share of TTFT that a search is assumed to gain
 _MOST_GAIN_OF_CHAIN = 0.001  # largest assumed gain of a search over a chain's analytical plan with a proven bound
-CHUNKED = "pp1"  # chunked prefill: one stage that takes the context in steps
 # Modelled CPU seconds of one core of 2026, fitted by hand to plans of 8 to 1024 GPUs. benchmarks/defaults.py measures
 # the CPU time of whole plans that follows from them.
 _SECONDS_A_MESSAGE = 1.5e-4  # a message on a bus, where each one is simulated
@@ -117,7 +117,7 @@ class Candidate:
     @property
     def program(self) -> Program:
         """The operations of all ranks."""
-        return _program_of(self.execution, self.partition)
+        return program_of(self.execution, self.partition)
 
     @cached_property
     def finish_s(self) -> tuple[float, ...]:
@@ -179,7 +179,7 @@ class Candidate:
     @property
     def memory(self) -> tuple[RankMemory, ...]:
         """Peak memory of every GPU."""
-        return _memory_of(self.execution, self.partition)
+        return memory_of(self.execution, self.partition)
 
     @cached_property
     def fits(self) -> bool:
@@ -253,65 +253,9 @@ class Candidate:
         return None if plan.is_local or each_stage_has_its_layers else plan.access
 
 
-def _program_of(execution: Execution, partition: Partition) -> Program:
-    programs = _programs(execution)
-    if partition not in programs:
-        programs[partition] = build_program(execution, columns(partition.chunk_lens))
-    return programs[partition]
-
-
-@once
-def _programs(execution: Execution) -> dict[Partition, Program]:
-    """The programs of an execution that were built."""
-    return {}
-
-
-def _memory_of(execution: Execution, partition: Partition) -> tuple[RankMemory, ...]:
-    memories = _memories(execution)
-    if partition not in memories:
-        program = None if execution.strategy.pipeline is not None else _program_of(execution, partition)
-        memories[partition] = memory_of(execution, partition, program)
-    return memories[partition]
-
-
-@once
-def _memories(execution: Execution) -> dict[Partition, tuple[RankMemory, ...]]:
-    """The memory of all GPUs for each partition that was asked for."""
-    return {}
-
-
 def ttft_of(execution: Execution, partition: Partition) -> float:
     """TTFT of one partition."""
     return run_partition(execution, partition).ttft_s
-
-
-def execution_of(scenario: Scenario, strategy: Strategy) -> Execution:
-    """Place a scenario for a strategy, with the fastest access to a cached prefix for even chunks.
-
-    Raises InputError where the strategy cannot run.
-    """
-    if strategy.stage_layers is None:
-        return _with_prefix_access(place(scenario, strategy))
-    return execution_of(scenario, replace(strategy, stage_layers=None)).by(strategy)
-
-
-@once
-def _with_prefix_access(execution: Execution) -> Execution:
-    if not execution.request.cached_prefix or execution.placed.prefix_placement.place == "all":
-        return execution
-    choices = [execution.on(replace(execution.placed, prefix_access=access)) for access in _accesses(execution)]
-    if len(choices) == 1:
-        return choices[0]
-    ranks = execution.cluster.num_gpus
-    cluster = execution.cluster
-    chunks = np.full((ranks, 1), execution.request.new_tokens / ranks)
-    if cluster.shares_bandwidth:  # fair shares are exact enough to compare accesses
-        cluster = execution.placed.with_own_links(cluster.link.bandwidth_bytes_per_s / (ranks - 1)).cluster
-    return min(choices, key=lambda choice: float(Runner(choice, cluster=cluster).finish_s(chunks)[-1, 0]))
-
-
-def _accesses(execution: Execution) -> tuple[PrefixAccess, ...]:
-    return supported_prefix_access(execution.strategy, execution.placed.prefix_placement, execution.cluster.num_gpus)
 
 
 def prefix_access_notes(candidates: Sequence[Candidate]) -> list[str]:
@@ -320,7 +264,7 @@ def prefix_access_notes(candidates: Sequence[Candidate]) -> list[str]:
     meanings["pass-q"] = "queries go to its shares, and results return"
     names = {way: [one.strategy.name for one in candidates if one.prefix_access == way] for way in meanings}
     ways = [f"{way} ({meaning}) in {', '.join(names[way])}" for way, meaning in meanings.items() if names[way]]
-    had_choice = any(len(_accesses(one.execution)) > 1 for one in candidates)
+    had_choice = any(len(prefix_accesses(one.execution)) > 1 for one in candidates)
     return [note("prefix access, chosen" if had_choice else "prefix access", ways="; ".join(ways))] if ways else []
 
 
@@ -851,9 +795,6 @@ def could_fit(execution: Execution) -> bool:
     return least_bytes(execution) <= execution.scenario.memory_limit.nbytes
 
 
-_largest_of_even_chunks = once(largest_of_even_chunks)
-
-
 @once
 def least_bytes(execution: Execution) -> int:
     """A lower bound over all partitions: bytes on the GPU that needs the most.
@@ -866,13 +807,14 @@ def least_bytes(execution: Execution) -> int:
         from planner.search.pipeline import piece_numbers  # imported only for pipelines
 
         number = max(piece_numbers(execution), default=1)
-        memory = _memory_of(execution, Partition.even(execution.request.new_tokens, max(1, number)))
+        memory = memory_of(execution, Partition.even(execution.request.new_tokens, max(1, number)))
         if strategy.partition_rule == "searched-pieces":
             return sum(rank.weights + rank.kv_cache + rank.runtime for rank in memory) // len(memory)
         return max(rank.total for rank in memory)
-    # Strategies near KVR's chain hold its weights and cache, and the chain has fewer messages.
-    like = execution.by(chain_like(strategy)) if strategy.near_chain else execution
-    ranks = _largest_of_even_chunks(like)
+    like = execution
+    if strategy.near_chain:  # such a strategy holds the weights and cache of KVR's chain, which has fewer messages
+        like = execution.by(chain_like(strategy))
+    ranks = largest_of_even_chunks(like)
     if strategy.partition_rule == "search":
         return max(rank.weights + rank.kv_cache + rank.runtime for rank in ranks)
     return max(rank.total for rank in ranks)
@@ -893,35 +835,18 @@ def all_for(scenario: Scenario) -> tuple[tuple[Execution, ...], tuple[str, ...]]
 
     Layouts that spread experts as engines do are included if some engine has them.
     """
-    executions, notes = _allowed(scenario, (*STRATEGIES, *hybrids(scenario)))
-    spread, _ = _allowed(scenario, _spread_experts(scenario))
+    num_gpus = scenario.cluster.num_gpus
+    per_node = scenario.cluster.gpus_per_node
+    executions, notes = _allowed(scenario, names_in_all(num_gpus, per_node, has_states=_has_states(scenario)))
+    if not _is_mixture(scenario):
+        return executions, notes
+    spread, _ = _allowed(scenario, names_with_spread_experts(num_gpus, per_node))
     return (*executions, *filter(engines_with, spread)), notes
 
 
-def hybrids(scenario: Scenario) -> tuple[str, ...]:
-    """The hybrids that `all` includes. Only the group of chunked prefill may span nodes; no stage does."""
-    num_gpus = scenario.cluster.num_gpus
-    per_node = scenario.cluster.gpus_per_node
-    node = min(num_gpus, per_node or num_gpus)
-    chunked = (f"tp{num_gpus}+{CHUNKED}",) if num_gpus > 1 else ()
-    names = (*hybrid_names(group_sizes(num_gpus, per_node)), *sizes_names(num_gpus, node), *chunked)
-    if any(isinstance(layer.mixer, Recurrence) for layer in scenario.model.layer_kinds):  # zigzag passes no state
-        names = tuple(name.replace("+zigzag-ring", "+ring") for name in names)
-    return names
-
-
-def _spread_experts(scenario: Scenario) -> tuple[str, ...]:
-    """Layouts of a mixture that spread experts over all GPUs or those of a stage."""
-    num_gpus = scenario.cluster.num_gpus
-    if num_gpus == 1 or not _is_mixture(scenario):
-        return ()
-    node = min(num_gpus, scenario.cluster.gpus_per_node or num_gpus)
-    stages = f"+pp{num_gpus // node}" * (num_gpus > node)
-    parts = (("tp", ""), ("dp", ""), ("cp", ""), ("cp", "-i"))
-    attention = [f"{part}{node}{end}{stages}+ep{node}" for part, end in parts]
-    attention += [f"{part}{num_gpus}{end}+ep{num_gpus}" for part, end in parts]
-    attention += [f"dp{num_gpus // node}+tp{node}+ep{num_gpus}"] * (num_gpus > node)
-    return tuple(dict.fromkeys(attention))
+def _has_states(scenario: Scenario) -> bool:
+    """Whether some layers pass a state from token to token."""
+    return any(isinstance(layer.mixer, Recurrence) for layer in scenario.model.layer_kinds)
 
 
 def _is_mixture(scenario: Scenario) -> bool:
@@ -948,10 +873,3 @@ def _allowed(scenario: Scenario, names: Sequence[str]) -> tuple[tuple[Execution,
             reasons.setdefault(error.accepted, []).append(strategy.name)
     notes = (note("not compared", names=", ".join(names), accepted=accepted) for accepted, names in reasons.items())
     return tuple(allowed), tuple(notes)
-
-
-def group_sizes(num_gpus: int, per_node: int | None) -> tuple[int, ...]:
-    """Powers of two that divide the number of GPUs, such that no group spans nodes."""
-    most = min(num_gpus // 2, per_node or num_gpus)
-    powers = (2**exponent for exponent in range(1, 17))
-    return tuple(size for size in powers if size <= most and num_gpus % size == 0)

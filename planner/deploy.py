@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from kvrsim.errors import InputError
 from kvrsim.execution import Execution
+from kvrsim.executors.access import execution_of
 from kvrsim.io.schema import fields_to_json
 from kvrsim.layout import Layout
 from kvrsim.model.spec import ModelSpec
@@ -17,7 +18,7 @@ from kvrsim.results.results import StrategyResult
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
 from kvrsim.units import format_bytes
-from planner.candidates import Candidate, all_for, execution_of
+from planner.candidates import Candidate, all_for
 from planner.deploy_engines import DeployEngine, deploy_engine, engines_with
 
 Role = Literal["prefill", "decode"]

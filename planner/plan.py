@@ -12,6 +12,7 @@ from kvrsim.arguments import SearchArgs, TargetArgs
 from kvrsim.engine import DEVIATES_OF_80_PERCENT
 from kvrsim.errors import InputError
 from kvrsim.execution import execute
+from kvrsim.executors.access import execution_of
 from kvrsim.notes import note, without
 from kvrsim.program import AllGather, AllToAll, Op, Program, RingPass
 from kvrsim.published import measured_in_paper
@@ -37,7 +38,6 @@ from planner.candidates import (
     ComparedStrategies,
     ForEngine,
     Search,
-    execution_of,
     is_rough,
     prefix_access_notes,
     search_all,

@@ -10,9 +10,9 @@ import numpy as np
 
 from kvrsim.arguments import TargetArgs
 from kvrsim.engine import DEVIATES_OF_80_PERCENT
-from kvrsim.interp import percentile_of
 from kvrsim.results.results import Promise, PromptShare
 from planner.candidates import Candidate
+from planner.percentile import percentile_of
 
 if TYPE_CHECKING:  # noise and queues are imported on use, because each import slows down every start
     from kvrsim.noise import Distribution

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvrsim.interp import percentile_of
 from kvrsim.program import Array
 from planner.capacity.fleet import GroupPool, Overlap, Service, run_pool
 from planner.capacity.times import overlaps, slack_of
 from planner.capacity.workload import RequestSource, Workload
+from planner.percentile import percentile_of
 
 if TYPE_CHECKING:
     from kvrsim.noise import Distribution

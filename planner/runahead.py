@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from kvrsim.errors import InputError
+from kvrsim.executors.access import execution_of
 from kvrsim.executors.run import ttft_s
 from kvrsim.hardware import SlowGpu, UnevenCluster
 from kvrsim.io.schema import fields_to_json
@@ -31,7 +32,7 @@ from kvrsim.program import Array
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.units import LengthRange
-from planner.candidates import Candidate, execution_of
+from planner.candidates import Candidate
 from planner.deploy import longest_sequence
 from planner.search.minimise import Boundaries, chunks_between, minimise, rounded
 from planner.search.search import search

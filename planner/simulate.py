@@ -10,6 +10,7 @@ from kvrsim.attention_map import AttentionMap, PaperCounts
 from kvrsim.choices import Executor
 from kvrsim.errors import InputError
 from kvrsim.execution import place
+from kvrsim.executors.access import execution_of
 from kvrsim.executors.run import check_executor, run_partition
 from kvrsim.model.mixers import Attention
 from kvrsim.program import loaded_bytes, sent_bytes, waited_s
@@ -18,7 +19,7 @@ from kvrsim.results.results import RankReport, SimResult
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, label_of
 from kvrsim.strategies.pipeline import tokens_of
-from planner.candidates import Candidate, Search, execution_of, prefix_access_notes
+from planner.candidates import Candidate, Search, prefix_access_notes
 from planner.uncertainty.intervals import coverage_notes_of, interval_of, layout_notes, measured_coverage, width_notes
 
 if TYPE_CHECKING:

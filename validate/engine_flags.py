@@ -16,12 +16,13 @@ from typing import Any
 
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
+from kvrsim.executors.access import execution_of
 from kvrsim.hardware import load_cluster
 from kvrsim.io.schema import JsonObject
 from kvrsim.layout import Layout
 from kvrsim.model.load import config_path
 from kvrsim.strategies import get_strategy
-from planner.candidates import Search, execution_of
+from planner.candidates import Search
 from planner.deploy import Deployment, deployment_of
 from planner.deploy_engines import DeployEngine, deploy_engine
 from validate.report import RESULTS, fill, table, write_page

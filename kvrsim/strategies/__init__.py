@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -26,6 +25,7 @@ STRATEGIES = {
         *(TENSOR_PARALLEL, PIPELINE, PIPELINE_SEARCHED),
     )
 }
+CHUNKED = "pp1"  # chunked prefill: one stage that takes the context in steps
 _POWERS = tuple(2**exponent for exponent in range(17))  # sizes of hybrids that plans consider
 # Baselines of speed-ups: a plan uses the first one that fits.
 BASELINES = tuple(
@@ -157,8 +157,40 @@ def chain_like(strategy: Strategy) -> Strategy:
     return _with_degrees(KVR_S, replace(KVR_S.degrees, tensor=strategy.group_size or 1))
 
 
-def hybrid_names(sizes: Sequence[int]) -> tuple[str, ...]:
-    """Names of the hybrids tpN+NAME in `all`, for these sizes N."""
+def names_in_all(num_gpus: int, per_node: int | None, *, has_states: bool = False) -> tuple[str, ...]:
+    """Names of the strategies in `all`, hybrids included.
+
+    Only the group of chunked prefill may span nodes; no stage does.
+    per_node: GPUs of a node; None: there is one node. has_states: whether layers pass a state from token to token,
+    which `zigzag-ring` does not.
+    """
+    hybrids = [*hybrid_names(num_gpus, per_node), *sizes_names(num_gpus, min(num_gpus, per_node or num_gpus))]
+    if num_gpus > 1:
+        hybrids.append(f"tp{num_gpus}+{CHUNKED}")
+    if has_states:
+        hybrids = [name.replace("+zigzag-ring", "+ring") for name in hybrids]
+    return (*STRATEGIES, *hybrids)
+
+
+def names_with_spread_experts(num_gpus: int, per_node: int | None) -> tuple[str, ...]:
+    """Names of layouts that spread the experts of a mixture over all GPUs or those of a stage, as engines do."""
+    if num_gpus == 1:
+        return ()
+    node = min(num_gpus, per_node or num_gpus)
+    has_nodes = num_gpus > node
+    stages = f"+pp{num_gpus // node}" if has_nodes else ""
+    parts = (("tp", ""), ("dp", ""), ("cp", ""), ("cp", "-i"))
+    names = [f"{part}{node}{end}{stages}+ep{node}" for part, end in parts]
+    names += [f"{part}{num_gpus}{end}+ep{num_gpus}" for part, end in parts]
+    if has_nodes:
+        names.append(f"dp{num_gpus // node}+tp{node}+ep{num_gpus}")
+    return tuple(dict.fromkeys(names))
+
+
+def hybrid_names(num_gpus: int, per_node: int | None) -> tuple[str, ...]:
+    """Names of the hybrids tpN+NAME in `all`: N is a power of two that divides the GPUs, and no group spans nodes."""
+    most = min(num_gpus // 2, per_node or num_gpus)
+    sizes = [size for size in _POWERS[1:] if size <= most and num_gpus % size == 0]
     return tuple(f"tp{size}+{name}" for size, name in product(sizes, usual_names("hybrids")))
 
 

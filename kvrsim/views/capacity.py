@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvrsim.interp import percentile_of
 from kvrsim.program import Array
 from kvrsim.units import format_bandwidth, format_bytes, format_count, format_seconds
 from kvrsim.views.figure import Head, drawing
@@ -22,6 +21,7 @@ from kvrsim.views.style import DIM, INK, chart_style
 from kvrsim.views.table import Cell, Column, Table, columns, seconds_cell
 from planner.capacity.fleet import FleetRun, Indices
 from planner.capacity.result import CapacityPlan, FleetAnswer, FleetInterval, format_share
+from planner.percentile import percentile_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from kvrsim.interp import percentile_of
 from kvrsim.io.schema import fields_to_json
 from kvrsim.program import Array
 from planner.capacity.fleet import FleetLimits, FleetRun, fewest_groups
@@ -22,6 +21,7 @@ from planner.capacity.serving import LateLimit, StepRequests, StepRun, run_steps
 from planner.capacity.steps import StepTimes
 from planner.capacity.times import ServiceTimes
 from planner.capacity.work import Work
+from planner.percentile import percentile_of
 
 MEANING = (
     "each group uses tensor parallelism; a sequence goes to the group with the fewest sequences, and begins if its"

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from kvrsim.errors import InputError
+from kvrsim.executors.access import execution_of
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
-from planner.candidates import Search, execution_of
+from planner.candidates import Search
 from planner.capacity.fleet import WHOLE
 from planner.capacity.request import CapacityRequest
 from planner.capacity.result import CapacityPlan, GroupAnswer

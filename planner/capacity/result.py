@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from kvrsim.hardware import Cluster
-from kvrsim.interp import percentile_of
 from kvrsim.io.schema import fields_to_json, to_frame
 from kvrsim.program import Array
 from kvrsim.results.question import Question
@@ -23,6 +22,7 @@ from planner.capacity.decode import DecodeFleet
 from planner.capacity.fleet import WHOLE, Fleet, FleetRun
 from planner.capacity.request import CapacityRequest, Serving
 from planner.capacity.transfer import KvTransfer
+from planner.percentile import percentile_of
 from planner.uncertainty.intervals import provenance
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from functools import partial
 import numpy as np
 
 from kvrsim.arguments import SearchArgs
-from kvrsim.interp import percentile_of
+from kvrsim.executors.access import execution_of
 from kvrsim.program import Array
 from kvrsim.strategies import Strategy, get_strategy
-from planner.candidates import Candidate, Search, execution_of
+from planner.candidates import Candidate, Search
 from planner.capacity.decode import Decoding, decodes
 from planner.capacity.fleet import (
     Fleet,
@@ -55,6 +55,7 @@ from planner.capacity.serving import LateLimit
 from planner.capacity.times import ServiceTimes
 from planner.capacity.work import MANY, Work
 from planner.capacity.workload import Workload
+from planner.percentile import percentile_of
 
 # Percentiles of TTFT that an answer has.
 _PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 92.5, 95, 96, 97, 98, 98.5, 99, 99.5, 99.9, 100)

@@ -32,7 +32,7 @@ from kvrsim.program import Array, Compute, Program
 from kvrsim.scenario import Partition, Request, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, hybrid_names, usual_names
 from kvrsim.strategies.pipeline import context_ranks
-from planner.candidates import all_for, distinct, group_sizes
+from planner.candidates import all_for, distinct
 from planner.capacity.fleet import WHOLE, GroupType, Overlap, Service
 from planner.capacity.steps import ACCEPTED, BUDGET, StepTimes, takes_steps
 from planner.capacity.transfer import Transfer, cache_bytes
@@ -160,7 +160,7 @@ def weights_of(strategy: Strategy, num_gpus: int) -> str:
 def _usual(scenario: Scenario) -> Sequence[str]:
     if scenario.cluster.shares_bandwidth:
         return usual_names("fleets on a bus")  # simulating more takes four times as long
-    hybrids = hybrid_names(group_sizes(scenario.num_gpus, scenario.cluster.gpus_per_node))
+    hybrids = hybrid_names(scenario.num_gpus, scenario.cluster.gpus_per_node)
     even_hybrids = [name for name in hybrids if get_strategy(name).degrees.pieces != "searched"]
     return (*usual_names("fleets"), *even_hybrids)
 

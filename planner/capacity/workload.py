@@ -33,12 +33,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.errors import InputError
-from kvrsim.interp import percentile_of
 from kvrsim.io.columns import CACHED_TOKENS, OUTPUT_TOKENS, PROMPT_TOKENS, RoleColumn, find_columns, parse_columns
 from kvrsim.io.files import open_regular
 from kvrsim.io.schema import parse_json
 from kvrsim.program import Array
 from kvrsim.units import MAX_TOKENS, parse_count, parse_number, parse_seconds, parse_share, parse_tokens
+from planner.percentile import percentile_of
 
 if TYPE_CHECKING:
     import pandas

@@ -10,6 +10,7 @@ import numpy as np
 from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
 from kvrsim.execution import Execution
+from kvrsim.executors.access import execution_of
 from kvrsim.executors.run import run_program
 from kvrsim.program import Compute, Op, Program
 from kvrsim.results.question import Question
@@ -21,7 +22,7 @@ from kvrsim.runtime.ranks import launch
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, get_strategy, usual_names
 from kvrsim.units import format_bytes, format_count, format_seconds
-from planner.candidates import Candidate, Search, all_for, execution_of, strategies_to_compare
+from planner.candidates import Candidate, Search, all_for, strategies_to_compare
 from planner.confirm.hardware import NO_REFERENCE, Hardware, MemoryBudget, Mode, Reporter
 from planner.confirm.result import Confirmation, MeasuredCandidate, Targets
 from planner.confirm.saved import SavedPlan, SavedRow

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from kvrsim.errors import ABSENT, InputError
+from kvrsim.executors.access import execution_of
 from kvrsim.io.schema import fields_to_json
 from kvrsim.results.question import Question
 from kvrsim.results.results import Answer, stages_to_json
@@ -16,7 +17,7 @@ from kvrsim.runtime.host import started_by_torchrun
 from kvrsim.runtime.plan import GeneratedTokens, RunPlan, Timing, check_decoding, run_strategy
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
-from planner.candidates import Search, execution_of
+from planner.candidates import Search
 from planner.confirm.confirm import measured_here
 from planner.confirm.hardware import CALIBRATE, Hardware, Reporter
 from planner.confirm.result import LEAST_SCALE, Targets

@@ -9,6 +9,7 @@ from itertools import groupby, pairwise, product
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvrsim.errors import InputError
+from kvrsim.executors.access import execution_of
 from kvrsim.io.schema import fields_to_json, to_frame, to_json
 from kvrsim.notes import note
 from kvrsim.progress import OnProgress
@@ -17,7 +18,7 @@ from kvrsim.results.results import Answer, Prediction
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy, label_of, usual_names
 from kvrsim.units import check_places
-from planner.candidates import all_for, distinct, execution_of
+from planner.candidates import all_for, distinct
 from planner.deploy_engines import engines_for
 from planner.grid import quick_candidate
 from planner.processes import Pool

@@ -13,13 +13,14 @@ import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.execution import Execution
+from kvrsim.executors.access import execution_of
 from kvrsim.program import Array
 from kvrsim.progress import OnProgress
 from kvrsim.results.question import Question
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy, get_strategy
 from kvrsim.version import __version__
-from planner.candidates import Candidate, execution_of, strategies_to_compare
+from planner.candidates import Candidate, strategies_to_compare
 from planner.deploy_engines import engines_with
 from planner.grid import quick_candidate
 from planner.predictor.predictor import StrategyTimes, TtftPredictor

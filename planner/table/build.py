@@ -19,6 +19,7 @@ import numpy as np
 
 from kvrsim.errors import InputError
 from kvrsim.execution import Execution
+from kvrsim.executors.access import execution_of
 from kvrsim.io.journal import Journal
 from kvrsim.io.schema import JsonObject, NonNegative, Whole, read, to_json
 from kvrsim.memory import fits, memory_of
@@ -29,7 +30,7 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES, Strategy, chain_like, searched_strategy
 from kvrsim.units import check_places
 from kvrsim.version import __version__
-from planner.candidates import execution_of, ttft_of
+from planner.candidates import ttft_of
 from planner.processes import Pool
 from planner.search.balance import ChainWork, balanced_chunks
 from planner.search.bound import lower_bound_s

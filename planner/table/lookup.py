@@ -10,9 +10,9 @@ from kvrsim.arguments import ScenarioArgs
 from kvrsim.builder import build_scenario
 from kvrsim.errors import InputError
 from kvrsim.execution import Execution
+from kvrsim.executors.access import execution_of
 from kvrsim.notes import note
 from kvrsim.strategies import searched_strategy
-from planner.candidates import execution_of
 from planner.table.table import PartitionTable, TableLookup, TableSetting, look_up, refined_lookup
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrsim.interp import cell, interquartile_range, log_interp, median_error, percentile_of, quartiles
+from kvrsim.interp import cell, interquartile_range, log_interp, median_error, quartiles
+from planner.percentile import percentile_of
 
 
 def test_quartiles_interpolate() -> None:

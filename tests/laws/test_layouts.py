@@ -13,13 +13,14 @@ from kvrsim.builder import make_scenario
 from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
 from kvrsim.execution import layout_of, place
+from kvrsim.executors.access import execution_of
 from kvrsim.executors.run import run_partition
 from kvrsim.layout import Degrees, Layout, layout_on, parse_degrees
 from kvrsim.memory import memory_of
 from kvrsim.program import Collective, Compute
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
-from planner.candidates import Search, execution_of
+from planner.candidates import Search
 from tests.building import Draws, any_divisible, draws, examples, executed
 from tests.building.scenarios import any_rows
 

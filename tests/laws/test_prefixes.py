@@ -12,6 +12,7 @@ from kvrsim.builder import make_scenario
 from kvrsim.choices import PREFIX_PLACEMENTS, PrefixPlace
 from kvrsim.compile import build_program, columns
 from kvrsim.errors import InputError
+from kvrsim.executors.access import execution_of
 from kvrsim.executors.batch import run_batch
 from kvrsim.kernels.prefix import PrefixPlacement
 from kvrsim.memory import memory_of
@@ -20,7 +21,6 @@ from kvrsim.program import AllToAll, RingPass, loaded_bytes
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES, Strategy, get_strategy
 from kvrsim.strategies.layers import placement_refusal, supported_prefix_access
-from planner.candidates import execution_of
 from planner.search.bound import lower_bound_s
 from tests.building import Draws, any_partition, any_placed, any_scenario, draws, examples, executed
 

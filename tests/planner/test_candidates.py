@@ -10,16 +10,15 @@ from hypothesis import given
 import kvrsim
 from kvrsim.arguments import SearchArgs
 from kvrsim.errors import InputError
+from kvrsim.executors.access import execution_of
 from kvrsim.executors.run import run_partition
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
-from planner import candidates as module
 from planner.candidates import (
     Candidate,
     ComparedStrategies,
     Search,
     all_for,
-    execution_of,
     least_bytes,
     rare_for,
     search_all,
@@ -55,7 +54,7 @@ def test_what_was_computed_is_neither_computed_again_nor_pickled(monkeypatch: py
     copy = pickle.loads(pickle.dumps(one))
     assert "program" not in vars(copy)
     assert copy.ttft_s == before[0]
-    monkeypatch.setattr(module, "build_program", None)
+    monkeypatch.setattr("kvrsim.compile.build_program", None)
     assert (one.ttft_s, one.memory) == before[:2]
     assert one.program is before[2]
 

@@ -16,8 +16,9 @@ from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
 from kvrsim.execution import place
+from kvrsim.executors.access import execution_of
 from kvrsim.strategies import STRATEGIES, get_strategy
-from planner.candidates import Candidate, ForEngine, execution_of, partition_of, strategies_to_compare
+from planner.candidates import Candidate, ForEngine, partition_of, strategies_to_compare
 from planner.capacity.deployment import fleet_deployment
 from planner.capacity.plan import plan_capacity
 from planner.capacity.request import make_request

@@ -9,8 +9,9 @@ import pytest
 
 import kvrsim
 from kvrsim.errors import InputError
+from kvrsim.executors.access import execution_of
 from kvrsim.strategies import get_strategy
-from planner.candidates import Search, execution_of, rare_for, search_all, strategies_to_compare
+from planner.candidates import Search, rare_for, search_all, strategies_to_compare
 from planner.estimate import estimate_s
 from planner.limits import limits_of
 from planner.uncertainty.intervals import interval_of, is_indistinguishable

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 import kvrsim
 from kvrsim.arguments import TargetArgs
-from kvrsim.interp import percentile_of
+from kvrsim.executors.access import execution_of
 from kvrsim.noise import Distribution
 from kvrsim.strategies import get_strategy
-from planner.candidates import Candidate, Search, execution_of
+from planner.candidates import Candidate, Search
 from planner.capacity.fleet import Overlap, Service
 from planner.capacity.workload import RequestSource
+from planner.percentile import percentile_of
 from planner.promise import promise_of
 from planner.prompt_queue import PromptQueue
 from tests.building import examples

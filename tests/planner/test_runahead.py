@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from kvrsim.builder import make_scenario
 from kvrsim.cli import main as cli
 from kvrsim.errors import InputError
+from kvrsim.executors.access import execution_of
 from kvrsim.executors.run import ttft_s
 from kvrsim.noise import parse_noise
 from kvrsim.strategies import get_strategy
 from kvrsim.units import parse_range
-from planner.candidates import execution_of
 from planner.runahead import RunaheadLaunch, build, cut, cut_in_blocks, runahead_launch
 
 TRANSPORTS = {"full_kv_collective", "prefix_p2p", "direct_p2p", "page_pull"}

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from kvrsim.errors import InputError
+from kvrsim.executors.access import execution_of
 from kvrsim.strategies import get_strategy
-from planner.candidates import Candidate, execution_of
+from planner.candidates import Candidate
 from planner.deploy import deployment_of
 from validate.statements.claims import Claim
 from validate.statements.plans import Entry, PlannedCase

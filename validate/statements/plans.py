@@ -19,11 +19,12 @@ import kvrsim
 from kvrsim.arguments import ScenarioArgs, options_of
 from kvrsim.errors import InputError
 from kvrsim.execution import Execution
+from kvrsim.executors.access import execution_of
 from kvrsim.executors.run import ttft_s
 from kvrsim.model.mixers import Attention
 from kvrsim.model.spec import ModelSpec
 from kvrsim.strategies import STRATEGIES, get_strategy
-from planner.candidates import Candidate, execution_of
+from planner.candidates import Candidate
 from validate.statements.arithmetic import MemoryLoad, sizes_of
 from validate.statements.claims import Claim, Options, arguments_of, with_change
 from validate.statements.questions import LARGE

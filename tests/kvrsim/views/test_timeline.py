@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 import kvrsim
 from kvrsim.builder import make_scenario
+from kvrsim.executors.access import execution_of
 from kvrsim.results.timeline import Span, Timeline
 from kvrsim.strategies import STRATEGIES
 from kvrsim.views.timeline import LabelledTimeline, legend, to_data
-from planner.candidates import Search, execution_of
+from planner.candidates import Search
 from planner.plan import make_plan, span_count
 from tests.building import examples
 

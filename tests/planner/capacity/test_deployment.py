@@ -11,8 +11,8 @@ import pytest
 from kvrsim.builder import make_scenario
 from kvrsim.choices import DEPLOY_ENGINES
 from kvrsim.cli import main as cli
+from kvrsim.executors.access import execution_of
 from kvrsim.strategies import get_strategy
-from planner.candidates import execution_of
 from planner.capacity.times import StrategyPolicy
 from planner.deploy_engines import deploy_engine
 from tests.building.flags import read_flags

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrsim.interp import percentile_of
 from planner.capacity.fleet import GpuGroup, GroupPool, GroupType, Overlap, Service, route, run_fleet, run_pool
 from planner.capacity.workload import Workload
+from planner.percentile import percentile_of
 from tests.building import examples
 from tests.planner.capacity.made_requests import made
 from tests.planner.capacity.simpy_pool import SimpyPool

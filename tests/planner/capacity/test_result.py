@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvrsim.interp import percentile_of
 from planner.capacity.result import replications_interval, trace_interval
+from planner.percentile import percentile_of
 
 
 def test_the_interval_of_a_trace_holds_its_percentile_and_widens_with_fewer_requests() -> None:

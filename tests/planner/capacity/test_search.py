@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from kvrsim.builder import make_scenario
-from kvrsim.interp import percentile_of
 from planner.capacity.fleet import Fleet, FleetLimits, GpuGroup, GroupType
 from planner.capacity.request import CapacityRequest, Target
 from planner.capacity.search import FleetFit, FleetSearch, FleetSimulator
 from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
 from planner.capacity.workload import RequestSource, Workload
+from planner.percentile import percentile_of
 
 SOURCE = RequestSource.of("synthetic:bursty,rate=6,requests=1500,cv=2,context=lognormal:1k:1,max=8k")
 LIMITS = FleetLimits(sizes=(1, 2, 4), max_gpus=40)

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
+from kvrsim.executors.access import execution_of
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy, usual_names
-from planner.candidates import Candidate, Search, execution_of
+from planner.candidates import Candidate, Search
 from planner.confirm.hardware import Hardware, MemoryBudget, Mode
 from tests.building import examples
 from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said

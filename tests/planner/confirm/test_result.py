@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrsim.builder import make_scenario
+from kvrsim.executors.access import execution_of
 from kvrsim.kernels.profile import Gather
 from kvrsim.program import Compute, Program
 from kvrsim.results.question import Question
@@ -20,7 +21,7 @@ from kvrsim.runtime.plan import Difference, RunPlan, Timing
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from kvrsim.views.confirm import verdict
-from planner.candidates import Search, execution_of
+from planner.candidates import Search
 from planner.confirm.confirm import _chosen, compose, further_candidates
 from planner.confirm.hardware import Hardware, is_same_device
 from planner.confirm.result import Confirmation, MeasuredCandidate, Targets

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 
 from kvrsim.builder import make_scenario
+from kvrsim.executors.access import execution_of
 from kvrsim.strategies import STRATEGIES, get_strategy
-from planner.candidates import execution_of
 from planner.search.bus import plan_on_a_bus
 from planner.search.minimise import Evaluator
 from planner.search.search import search

@@ -10,10 +10,10 @@ import pytest
 from benchmarks.table_quality import random_lookups
 from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
+from kvrsim.executors.access import execution_of
 from kvrsim.notes import Note
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import KVR_S, STRATEGIES
-from planner.candidates import execution_of
 from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.table.build import make_table

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 
 from kvrsim.builder import make_scenario
+from kvrsim.executors.access import execution_of
 from kvrsim.noise import Distribution, parse_noise
 from kvrsim.strategies import STRATEGIES
-from planner.candidates import Search, execution_of
+from planner.candidates import Search
 from planner.search.bound import lower_bound_s
 from planner.search.minimise import Evaluator
 from planner.search.search import search

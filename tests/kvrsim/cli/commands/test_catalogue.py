@@ -12,10 +12,10 @@ import pytest
 from kvrsim.builder import make_scenario
 from kvrsim.cli.commands.catalogue import about
 from kvrsim.errors import InputError
+from kvrsim.executors.access import execution_of
 from kvrsim.model.load import load_model
 from kvrsim.runtime.plan import RUN_STRATEGIES
 from kvrsim.strategies import STRATEGIES, get_strategy
-from planner.candidates import execution_of
 from planner.deploy_engines import engines_with
 from tests.building.commands import answer, screen
 from tests.kvrsim.model.model_configs import GQA
