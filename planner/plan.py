@@ -22,6 +22,7 @@ from kvrsim.results.results import (
     Advice,
     Bounds,
     ChainBound,
+    Limit,
     NoiseReport,
     NotTried,
     Plan,
@@ -116,12 +117,11 @@ def make_plan(
         warnings=(*warnings, *notes, *ranking.notes(search), *untimed),
         interval_coverage=measured_coverage(scenario),
         noise=_noise_report(disturbance),
-        shortfall=_shortfall(ranking, search.cluster_gpus or scenario.num_gpus),
-        promise=ranking.promise(target or TargetArgs(), seed) if first.fits else None,
-        limits=ranking.best.limits,
         source=_Comparison(
             ranking=ranking,
             search=search,
+            target=target or TargetArgs(),
+            seed=seed,
             is_named=strategies is not None and "all" not in strategies,
             timed=tuple(timed),
             records=timelines is not None,
@@ -135,6 +135,8 @@ class _Comparison:
 
     ranking: Ranking
     search: Search
+    target: TargetArgs  # load and target of the promise
+    seed: int  # of the arrivals of the promise
     is_named: bool  # whether the user named the strategies
     timed: tuple[Candidate, ...]  # candidates whose timelines are all asked for
     records: bool  # whether the timeline of the best is asked for
@@ -146,6 +148,25 @@ class _Comparison:
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
         return self.ranking.advice(self.search, is_named=self.is_named)
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        return self.ranking.best.limits
+
+    @cached_property
+    def promise(self) -> Promise | None:
+        ranking = self.ranking
+        if not ranking.best.fits:
+            return None
+        return promise_of(ranking.best, self.target, ranking.noisy.get(ranking.best.strategy.name), seed=self.seed)
+
+    @cached_property
+    def shortfall(self) -> Shortfall | None:
+        if self.ranking.best.fits:
+            return None
+        from planner.shortfall import shortfall_of  # this import is only for plans that do not fit
+
+        return shortfall_of(self.ranking.candidates, self.search.cluster_gpus)
 
     @property
     def timeline(self) -> Timeline | None:
@@ -280,10 +301,6 @@ class Ranking:
         if math.log(ratio) <= DEVIATES_OF_80_PERCENT * ratio_log_sd_of(faster.execution.placed):
             return True  # other sources only widen the interval
         return is_indistinguishable_from(faster, slower, ratio)
-
-    def promise(self, target: TargetArgs, seed: int) -> Promise:
-        """The promise for the best strategy."""
-        return promise_of(self.best, target, self.noisy.get(self.best.strategy.name), seed=seed)
 
     def result(self, one: Candidate, paper_ttft_s: float | None) -> StrategyResult:
         """The plan's results for one strategy. paper_ttft_s: the TTFT that the KV-Runahead paper measured."""
@@ -524,14 +541,6 @@ def _noise_report(disturbance: Disturbance | None) -> NoiseReport | None:
     if disturbance is None:
         return None
     return NoiseReport(noise=disturbance.noise, num_samples=disturbance.num_samples, seed=disturbance.seed)
-
-
-def _shortfall(ranking: Ranking, cluster_gpus: int) -> Shortfall | None:
-    if ranking.best.fits:
-        return None
-    from planner.shortfall import shortfall_of  # this import is only for plans that do not fit
-
-    return shortfall_of(ranking.scenario, ranking.candidates, cluster_gpus)
 
 
 def _chain_bound(best: Candidate, kvr_lower_s: float | None) -> ChainBound | None:

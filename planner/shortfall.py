@@ -20,22 +20,23 @@ _RULES = ("whole", "even", "pieces")  # partition rules without a long search
 _DTYPE = "fp8"  # dtype with the smallest weights
 
 
-def shortfall_of(scenario: Scenario, candidates: Sequence[Candidate], cluster_gpus: int) -> Shortfall:
+def shortfall_of(candidates: Sequence[Candidate], cluster_gpus: int | None) -> Shortfall:
     """The memory that the nearest candidate lacks if none of the candidates fits, and remedies that would fit.
 
     The remedies are another strategy on the same GPUs, if not all were compared; if there is none, more GPUs (doubled
     until a strategy fits, up to 1024), and FP8 weights if the profile has them; and the memory fraction that the
     nearest candidate needs.
 
-    cluster_gpus: number of GPUs of the whole cluster.
+    cluster_gpus: number of GPUs of the whole cluster; None: those that take part.
     """
     nearest = min(candidates, key=_peak)
+    scenario = nearest.scenario
     peak = _peak(nearest)
     compared = {one.strategy.name for one in candidates}
     remedies = _first_that_fits(scenario, compared, "")
     most_gpus = scenario.num_gpus
     if not remedies:
-        remedies, most_gpus = _more_gpus(scenario, cluster_gpus)
+        remedies, most_gpus = _more_gpus(scenario, cluster_gpus or scenario.num_gpus)
         remedies = (*remedies, *_smaller_weights(scenario))
     return Shortfall(
         strategy=nearest.strategy.name,

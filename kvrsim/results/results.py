@@ -441,6 +441,12 @@ class PlanSource(Protocol):
     @property
     def advice(self) -> tuple[Advice, ...]: ...
     @property
+    def limits(self) -> tuple[Limit, ...]: ...
+    @property
+    def promise(self) -> Promise | None: ...
+    @property
+    def shortfall(self) -> Shortfall | None: ...
+    @property
     def timeline(self) -> Timeline | None: ...
     @property
     def timelines(self) -> Mapping[str, Timeline]: ...
@@ -464,10 +470,7 @@ class Plan(Answer):
     warnings: tuple[str, ...]
     interval_coverage: float | None  # share of held-out TTFTs inside such intervals; None: not measured
     noise: NoiseReport | None = None  # noise of the ranking, if any
-    promise: Promise | None = None  # promise for the best strategy; None: nothing fits
-    limits: tuple[Limit, ...] = ()  # limits of the best strategy's TTFT, the largest share first
     measured_s: Mapping[str, float] = field(default_factory=dict)  # median TTFT of a confirmation, by strategy
-    shortfall: Shortfall | None = None  # if nothing fits: the missing memory, and settings that would fit
     users: ClosedLoop | None = None  # closed-loop users of every strategy's `mean_ttft_s`
     source: PlanSource = field(repr=False, compare=False)  # computes the properties
 
@@ -480,6 +483,21 @@ class Plan(Answer):
     def advice(self) -> tuple[Advice, ...]:
         """Simulated changes of the question that are faster, the fastest first."""
         return self.source.advice
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """Limits of the best strategy's TTFT, the largest share first."""
+        return self.source.limits
+
+    @property
+    def promise(self) -> Promise | None:
+        """The promise for the best strategy; None: nothing fits."""
+        return self.source.promise
+
+    @property
+    def shortfall(self) -> Shortfall | None:
+        """If nothing fits: the missing memory, and settings that would fit; None: a strategy fits."""
+        return self.source.shortfall
 
     @property
     def timeline(self) -> Timeline | None:
