@@ -180,7 +180,9 @@ def names_with_spread_experts(num_gpus: int, per_node: int | None) -> tuple[str,
     has_nodes = num_gpus > node
     stages = f"+pp{num_gpus // node}" if has_nodes else ""
     parts = (("tp", ""), ("dp", ""), ("cp", ""), ("cp", "-i"))
-    names = [f"{part}{node}{end}{stages}+ep{node}" for part, end in parts]
+    names: list[str] = []
+    if node > 1:
+        names += [f"{part}{node}{end}{stages}+ep{node}" for part, end in parts]
     names += [f"{part}{num_gpus}{end}+ep{num_gpus}" for part, end in parts]
     if has_nodes:
         names.append(f"dp{num_gpus // node}+tp{node}+ep{num_gpus}")

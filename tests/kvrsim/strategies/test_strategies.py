@@ -17,7 +17,7 @@ from kvrsim.compile import build_program
 from kvrsim.kernels.attention import EagerRates
 from kvrsim.program import AllGather, Compute, Program, Send
 from kvrsim.scenario import Scenario
-from kvrsim.strategies import STRATEGIES, get_strategy
+from kvrsim.strategies import STRATEGIES, get_strategy, names_in_all, names_with_spread_experts
 from tests.building import examples, executed
 
 
@@ -174,3 +174,11 @@ def test_titles_explain_names_in_four_to_eight_words() -> None:
 def test_titles_of_hybrids_are_composed(name: str, parts: tuple[str, ...]) -> None:
     title = get_strategy(name).title
     assert all(part in title for part in parts)
+
+
+@pytest.mark.parametrize(("num_gpus", "per_node"), [(1, None), (2, 1), (8, None), (16, 8), (32, 8)])
+def test_the_name_of_a_compared_layout_names_it_again(num_gpus: int, per_node: int | None) -> None:
+    """A row of a plan is simulated again by its name."""
+    for name in (*names_in_all(num_gpus, per_node), *names_with_spread_experts(num_gpus, per_node)):
+        strategy = get_strategy(name)
+        assert get_strategy(strategy.name) == strategy
