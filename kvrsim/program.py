@@ -324,13 +324,13 @@ class Program:
         """Return the program of one partition of the batch."""
         return self.rows(slice(index, index + 1))
 
-    def rows(self, which: slice | npt.NDArray[np.intp]) -> Program:
+    def rows(self, which: slice) -> Program:
         """Return the program of some partitions of the batch."""
 
         def some(values: Array) -> Array:
             if values.shape[-1] == 1:
                 return values
-            return values[..., which] if isinstance(which, slice) else values.take(which, axis=-1)
+            return values[..., which]
 
         return self._map(lambda _, ops: tuple(with_arrays(op, some) for op in ops))
 

@@ -16,9 +16,7 @@ if TYPE_CHECKING:  # files are read without importing the planner
     from planner.candidates import Candidate
 
 SCHEMA_VERSION = 1
-# most simulations per grid point to improve pieces, and estimated seconds of each
-_FEW_PIPELINES = 1000
-_EACH_S = 4e-5
+_FEW_PIPELINES = 1000  # most simulations per grid point to improve pieces
 _EXPOSED = 0.05  # exposed communication / TTFT without it; above this, balanced chunks may be far from the best
 
 
@@ -30,7 +28,7 @@ def quick_candidate(execution: Execution) -> Candidate:
     from planner.search.search import search
 
     if execution.strategy.partition_rule != "search":
-        few = Allowance(left_s=_FEW_PIPELINES * _EACH_S, each_s=_EACH_S)
+        few = Allowance(left_s=_FEW_PIPELINES, each_s=1.0)  # a unit of work is a simulation
         return Search(allowance=few).candidate(execution)
     result = search(execution, method="analytical")
     balanced = Candidate(execution=execution, partition=result.partition, search=result)

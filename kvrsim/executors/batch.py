@@ -44,10 +44,7 @@ if TYPE_CHECKING:  # importing noise would slow the start of every plan
     from kvrsim.noise import NoiseDraw
 
 Edge = tuple[int, int]
-_MANY = 8  # number of consecutive operations from which segment_of uses arrays
-_LARGE = 2**14  # partitions x ranks of a large batch, whose last partitions to become steady run again on their own
 _RING_CELLS = 2**22  # largest number of partitions x ranks x rounds evaluated together; an array has 32 MiB
-_FEW = 16  # a large batch leaves at most 1/16 of its partitions to this second run
 
 
 class Segment(NamedTuple):
@@ -78,19 +75,10 @@ class Segment(NamedTuple):
 
 
 def segment_of(ops: Sequence[Op]) -> Segment:
-    """Consecutive computes and collectives as one segment, with few numpy calls if they are many."""
+    """Consecutive computes and collectives as one segment."""
     if not ops:
-        return NO_WORK
-    if len(ops) < _MANY:
-        return reduce(Segment.then, map(Segment.of, ops))
-    device_s = np.stack(np.broadcast_arrays(*map(stream_s, ops)))
-    host_s = np.array([host_s_of(op) for op in ops]).reshape(-1, *[1] * (device_s.ndim - 1))
-    rest_s = np.cumsum(device_s[::-1], axis=0)[::-1] - device_s  # device seconds of the operations after each one
-    floors_s = np.cumsum(host_s, axis=0) - host_s + np.maximum(device_s, host_s) + rest_s
-    return Segment(device_s.sum(axis=0), floors_s.max(axis=0), float(host_s.sum()))
-
-
-NO_WORK = Segment(np.zeros(1), np.full(1, -np.inf), 0.0)
+        return Segment(np.zeros(1), np.full(1, -np.inf), 0.0)
+    return reduce(Segment.then, map(Segment.of, ops))
 
 
 class Message(NamedTuple):
@@ -202,11 +190,6 @@ def run_batch(program: Program, cluster: Cluster | Links, draw: NoiseDraw | None
         return np.concatenate(parts_s, axis=1)
     run = _Evaluation(program.num_ranks, (program.num_rows,), links, draw=draw)
     run.run(program)
-    if run.unsteady.any():
-        rows = np.flatnonzero(run.unsteady)
-        rest = _Evaluation(program.num_ranks, rows.shape, links, is_rest=True)
-        rest.run(program.rows(rows))
-        run.clock[:, rows] = rest.clock
     return run.clock
 
 
@@ -274,10 +257,9 @@ class _Evaluation:
     """One evaluation of a program, with the state of the ranks and of the messages in flight.
 
     `clock`: device time of each rank, at the end the time at which it finishes, shape (num_ranks, B), or (num_ranks, B,
-    samples). `unsteady`: partitions whose times are not valid, because most others reach steady state sooner.
-    `free_s`: time at which each link has carried its last message. The key (rank, rank) stands for the rank's messages
-    that leave in turn. Links without overlapping messages need no entry: after a rendezvous or a collective, a rank has
-    received everything that was sent to it, so its links are free.
+    samples). `free_s`: time at which each link has carried its last message. The key (rank, rank) stands for the
+    rank's messages that leave in turn. Links without overlapping messages need no entry: after a rendezvous or a
+    collective, a rank has received everything that was sent to it, so its links are free.
     """
 
     def __init__(
@@ -288,23 +270,19 @@ class _Evaluation:
         *,
         draw: NoiseDraw | None = None,
         axis: int | None = None,
-        is_rest: bool = False,
     ) -> None:
         """shape: that of operations' arrays. draw: samples of noise, on a last axis; the same for every partition.
 
-        axis: an axis of `clock` that operations' arrays do not have. is_rest: whether the partitions are known to be
-        unsteady.
+        axis: an axis of `clock` that operations' arrays do not have.
         """
         self.links = links
         self.draw = draw
-        self.is_rest = is_rest
         self.axis = axis
         clock_shape = (num_ranks, *shape)
         if draw is not None:
             self.axis = -1
             clock_shape = (*clock_shape, draw.num_samples)
         self.clock = np.zeros(clock_shape)
-        self.unsteady = np.zeros(shape[0], dtype=bool)
         self.hosts_s = np.zeros(num_ranks)  # times at which hosts have issued all operations so far
         self.leads = False  # whether no host delays its device
         self.loaded_s: dict[int, Array] = {}  # time at which all loads of a rank so far have left its link
@@ -384,15 +362,9 @@ class _Evaluation:
                 return self._all_to_all(ranks, cast(list[AllToAll], ops))
 
     def _repeat(self, layers: Sequence[_PreparedLayer], times: int) -> None:
-        """Run the layers of a period `times` times; once all times advance steadily, add the rest in one step.
-
-        A large batch does not wait for its last partitions: they become `unsteady`.
-        """
+        """Run the layers of a period `times` times; once all times advance steadily, add the rest in one step."""
         in_order = all(layer.in_order for layer in layers)
         issued_s = np.sum([layer.issued_s for layer in layers], axis=0)
-        few = 0
-        if self.clock.size >= _LARGE:
-            few = self.clock.shape[1] // _FEW
         times_s = self._times_s(layers)
         states_s: list[Array] = []
         led: list[bool] = []  # whether no host delayed its device, by period
@@ -403,8 +375,6 @@ class _Evaluation:
             led.append(self.leads)
             states_s = states_s[-2 * max(CYCLES) :]
             states_s.append(np.stack(times_s))
-            if self.is_rest and left % 4:  # a check takes almost as long as a layer of few partitions
-                continue
             for cycle in CYCLES:
                 if left % cycle:
                     continue
@@ -416,9 +386,8 @@ class _Evaluation:
                 advance_s, is_steady = steady_advance(
                     states_s[-1 - first :: cycle], cycle * issued_s.max(), in_order=in_order
                 )
-                if np.count_nonzero(~is_steady) > few:
+                if not is_steady.all():
                     continue
-                self.unsteady |= ~is_steady
                 for time_s, seconds in zip(times_s, left // cycle * advance_s, strict=True):
                     time_s += seconds
                 self.hosts_s += left * issued_s

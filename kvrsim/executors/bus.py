@@ -391,12 +391,16 @@ class _Targets:
 
 
 _Arrivals = tuple[Index, Index, Array]  # places, their waits, arrival times in seconds
-_NONE = np.zeros(0, dtype=np.intp), np.zeros(0, dtype=np.intp), np.zeros(0)
+
+
+def _no_arrivals() -> _Arrivals:
+    none = np.zeros(0, dtype=np.intp)
+    return none, none, np.zeros(0)
 
 
 def _joined(parts: Sequence[_Arrivals]) -> _Arrivals:
     if not parts:
-        return _NONE
+        return _no_arrivals()
     if len(parts) == 1:
         return parts[0]
     places, waits, time_s = zip(*parts, strict=True)
@@ -640,7 +644,7 @@ class _Run:
             idle = np.isinf(enters_s) & np.isinf(self.leaves_at.take(slots))
             self.enters_s[slots] = np.where(idle, self._next_s(slots, self.number.take(slots)), enters_s)
         if not self.notices.columns:
-            return _NONE
+            return _no_arrivals()
         causes = passed * self.num_ranks + self.rank_of.take(places)
         return self.notices.of(causes, self.row_of.take(places), ready_s, self.num_rows)
 
