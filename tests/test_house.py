@@ -77,8 +77,13 @@ def package_of(module: str) -> str:
 
 
 @cache
+def sources() -> list[SourceFile]:
+    return source_files()
+
+
+@cache
 def modules_imported() -> dict[str, set[str]]:
-    return import_graph(source_files(), for_types=False)
+    return import_graph(sources(), for_types=False)
 
 
 def imports(package: bool) -> dict[str, set[str]]:
@@ -102,7 +107,7 @@ def test_nothing_imports_in_a_circle(package: bool) -> None:
 
 def test_nothing_imports_upward() -> None:
     """Layers are in benchmarks/house.py; imports for types and by text count."""
-    assert list(upward_imports(source_files())) == []
+    assert list(upward_imports(sources())) == []
 
 
 def test_imports_by_text_and_for_types_are_seen(tmp_path: Path) -> None:
@@ -169,4 +174,4 @@ def test_files_that_the_architecture_page_names_exist() -> None:
 
 def test_class_names_are_unique() -> None:
     """A name in a traceback or an import says which class is meant."""
-    assert repeated_class_names(source_files()) == {}
+    assert repeated_class_names(sources()) == {}
