@@ -99,11 +99,13 @@ SLOW = {
     "docs/how-to/deploy.md",
     "docs/how-to/noise.md",
     "docs/how-to/own-engine.md",
+    "docs/how-to/own-strategy.md",
     "docs/how-to/partition-table.md",
     "docs/how-to/pictures.md",
     "docs/how-to/plan.md",
     "docs/how-to/questions.md",
     "docs/how-to/several-machines.md",
+    "docs/tutorial/first-plan.md",
 }
 TESTED_ELSEWHERE = {("validate", "published")}  # simulated whole in tests/validate/test_accuracy.py; only parsed here
 

@@ -150,6 +150,7 @@ def test_a_ring_of_equal_chunks_prices_as_many_blocks_as_ranks(name: str, monkey
         assert sum(priced) <= 2 * (ranks - 1)
 
 
+@pytest.mark.slow
 def test_a_bus_can_amplify_rounding() -> None:
     """The executors differ by 7e-4, and the event executor from itself as much, if computations change by 1e-13."""
     rng, strategy = random.Random(343), get_strategy("zigzag")

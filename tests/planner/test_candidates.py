@@ -189,6 +189,7 @@ def test_nothing_fits_only_if_all_that_could_fit_was_tried(fraction: float) -> N
         assert not comparison.not_tried
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [128, 256])
 def test_rings_of_many_ranks_are_compared_by_default(ranks: int) -> None:
     scenario = kvrsim.make_scenario(gpus=ranks, ctx=10240 * ranks)[0]
@@ -225,6 +226,7 @@ def test_chunked_prefill_fits_where_one_step_does_not() -> None:
     assert max(steps.partition.chunk_lens) <= 8192
 
 
+@pytest.mark.slow
 def test_a_budget_leaves_the_best_within_two_percent_of_all() -> None:
     """The budget is not read from a clock, so answers are reproducible; a budget of 0 leaves rough partitions."""
     scenario = scenario_of(model="llama-3.1-70b", cluster="h100-2x8-ndr400", gpus=16, ctx="32k")

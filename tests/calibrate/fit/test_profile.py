@@ -213,6 +213,7 @@ def test_fitted_times_rise_with_size(fitted: Any) -> None:
 # -- the profile
 
 
+@pytest.mark.slow
 def test_same_rows_same_profile_and_what_was_not_measured_is_the_datasheets() -> None:
     rows = FEW + timed(FLASH)
     profile, report = fit(rows, attention_kernel="fa2")
@@ -297,6 +298,7 @@ def own_machine() -> Any:
     return fit_own(OWN_ROWS)
 
 
+@pytest.mark.slow
 def test_noise_of_the_own_machine_widens_the_interval_and_is_noted(own_machine: Any) -> None:
     """A machine with noisy measurements still gets a profile."""
     profile, _ = fit_own([*small.other_rows(), *noisy(small.calls(small.SDPA, "sdpa")), *small.link_rows()])
@@ -351,6 +353,7 @@ def layer_rows(profile: CalibrationProfile, factor: float) -> list[Measurement]:
     return rows
 
 
+@pytest.mark.slow
 def test_layers_are_compared_but_not_fitted(own_machine: Any) -> None:
     profile: CalibrationProfile = own_machine[0]
     again, report = fit_own([*OWN_ROWS, *layer_rows(profile, 1.25)])

@@ -87,6 +87,7 @@ def test_errors_fall_and_hold_on_rows_left_out(fit: PrefillFit) -> None:
     assert fit.after.mape <= fit.left_out.mape < fit.before.mape
 
 
+@pytest.mark.slow
 def test_slower_kernels_are_not_taken_for_seconds_of_tokens() -> None:
     """Slower kernels change kernel_scale, not token_s; otherwise a model with other kernels would be mispredicted."""
     prior = load_engine("serving")
@@ -135,6 +136,7 @@ def test_terms_on_groups_of_gpus_are_those_of_the_scenario() -> None:
         assert terms.scenario_with(late.scenario, values).host == TRUTH.host
 
 
+@pytest.mark.slow
 def test_seconds_a_token_are_found_where_the_prior_knows_none() -> None:
     """The prior has no seconds per token; rows of several lengths show them, rows of one length cannot."""
     unknowing = replace(PRIOR, host=replace(PRIOR.host, token_s=0.0))

@@ -53,6 +53,7 @@ def moved_tokens(scenario: Scenario, program: Program) -> float:
     return nbytes / scenario.model.layer_cache_bytes(1, scenario.request.dtype_bytes)
 
 
+@pytest.mark.slow
 @given(chunks=st.lists(st.integers(1, 500), min_size=1, max_size=8), cached=st.integers(0, 500))
 @examples(20)
 def test_dot_products_and_traffic(chunks: list[int], cached: int) -> None:

@@ -147,6 +147,7 @@ def test_a_break_even_is_of_strategies_that_fit() -> None:
     assert {row.up_to for row in result.break_evens() if row.over == "single"} == {longest}
 
 
+@pytest.mark.slow
 def test_a_map_agrees_with_a_plan_of_its_strategies() -> None:
     """Hybrids are on the map by default, so that its best is not slower than that of a plan of the same strategies."""
     question: dict[str, Any] = {"model": "llama-3.1-70b", "cluster": "2x8xh100", "ctx": "32k", "gpus": 16}

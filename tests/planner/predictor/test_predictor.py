@@ -75,6 +75,7 @@ def test_outside_is_refused(predictor: TtftPredictor, asked: dict[str, int], nam
         predictor.predict(**asked)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_not_told() -> None:
     """With tensor parallelism the weights fit in memory, but many long prompts do not."""
     near = {"model": "llama-3-70b", "gpus": 4, "cluster": "h100-nvlink", "memory_fraction": 0.55}

@@ -32,6 +32,7 @@ def test_the_form_accepts_its_placeholders(field: Any) -> None:
     assert found["answer"]["sentences"]
 
 
+@pytest.mark.slow
 def test_the_example_of_an_empty_form_has_an_answer() -> None:
     found = told(EXAMPLE)
     assert found["answer"]["plan"]["best"] is not None
