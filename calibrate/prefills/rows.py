@@ -15,6 +15,7 @@ one per line; its keys identify the tool that wrote it. Sources of the formats, 
 - genai-perf profile_export_genai_perf.csv: triton-inference-server/perf_analyzer
   genai-perf/genai_perf/export_data/csv_exporter.py at 09628cd; AIPerf's CSV has the same form;
 - /metrics of vLLM and SGLang: histograms of Prometheus, vllm-project/vllm vllm/v1/metrics/loggers.py at 005a810;
+- `kvrsim calibrate prefills --share`: calibrate/prefills/share.py;
 - AIPerf profile_export_aiperf.json and profile_export.jsonl: ai-dynamo/aiperf aiperf/common/models/export_models.py
   and docs/tutorials/working-with-profile-exports.md at db4f639 (October 2025), and its page on the schema (0.13).
 """
@@ -25,7 +26,7 @@ import csv
 import json
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import itemgetter
@@ -41,7 +42,7 @@ from kvrsim.errors import ABSENT, InputError
 from kvrsim.io.columns import CACHED_TOKENS, PROMPT_TOKENS, RoleColumn, Usual, find_columns, parse_columns, split_unit
 from kvrsim.io.columns import OUTPUT_TOKENS as OUTPUT_TOKEN_NAMES
 from kvrsim.io.files import open_regular, read_text
-from kvrsim.io.schema import JsonObject, NonNegative, parse_json
+from kvrsim.io.schema import JsonObject, NonNegative, Whole, parse_json
 from kvrsim.model.load import known_shape
 from kvrsim.strategies import get_strategy
 from kvrsim.strategies.load import is_file
@@ -124,6 +125,7 @@ class PrefillRow:
 
 # -- one file that a benchmark wrote
 
+SHARED = "kvrsim shared prefills"  # format of calibrate/prefills/share.py
 MOST_GROUPS = 24  # a run with more prompt lengths becomes this number of rows: neighbouring lengths share a row
 
 _UNITS_S = {"s": 1.0, "sec": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -481,6 +483,27 @@ def _inner(outer: Mapping[str, object], key: str) -> Mapping[str, object]:
     return {}
 
 
+def _shared(data: JsonObject, output: Output) -> None:
+    """Read rows that a user has shared; those of a model that kvrsim does not ship have only their own prediction."""
+    if data.text("format") != SHARED:
+        raise data.error("format", f'"{SHARED}"')
+    unknown = 0
+    for row in data.children("rows"):
+        strategy = row.text("strategy")
+        if not row.has("model") or strategy == "other":
+            unknown += 1
+            continue
+        sizes = {name: row.integer(name) for name in ("num_gpus", "context_len", "batch")}
+        texts = {name: row.text(name) for name in ("model", "gpu", "dtype")}
+        if texts["dtype"] not in DTYPES:
+            raise row.error("dtype", ", ".join(DTYPES))
+        cached = row.get("cached_prefix", Whole, 0)
+        get_strategy(strategy, f"{row.where}: strategy")
+        output.add(row.where, row.number("ttft_s"), **sizes, **texts, strategy=strategy, cached_prefix=cached)
+    if unknown:
+        output.note(f"{unknown} row{'s' * (unknown > 1)} of models or strategies that kvrsim does not ship left out")
+
+
 Reader = Callable[[JsonObject, Output], None]
 # Reader of a format by the tool that writes it; keys that identify the format come first, and all of them are required.
 FORMATS: Mapping[str, tuple[tuple[str, ...], Reader]] = {
@@ -491,6 +514,7 @@ FORMATS: Mapping[str, tuple[tuple[str, ...], Reader]] = {
     "InferenceX": (("hw", "conc", "mean_ttft"), _inferencex),
     "AIPerf": (("time_to_first_token", "input_sequence_length"), _aiperf),
     "AIPerf, one request a line": (("metrics", "metadata"), _aiperf_request),
+    "kvrsim --share": (("format", "rows"), _shared),
 }
 
 
@@ -529,7 +553,7 @@ def read_prefills(
         raise InputError("columns", columns, "nothing without a CSV file or a data frame: keys of benchmarks are known")
     rows: list[PrefillRow] = []
     notes: list[str] = []
-    for source in sources:
+    for source in _files(sources, argument):
         if isinstance(source, str | Path) and _form(source) is not None:
             part = _output(source, argument)
             rows += part.rows
@@ -552,6 +576,21 @@ def read_prefills(
             guessed.add(row.likely_model)
     notes += [f"the model is taken to be {model}, by its name in the file" for model in sorted(guessed)]
     return PrefillRows(rows=tuple(row.fill(defaults) for row in rows), notes=tuple(dict.fromkeys(notes)))
+
+
+def _files(sources: Sequence[str | Path | pandas.DataFrame], argument: str) -> Iterator[str | Path | pandas.DataFrame]:
+    """The sources, with a folder replaced by its JSON and CSV files. Raises InputError for a folder without one."""
+    for source in sources:
+        if not isinstance(source, str | Path) or not Path(source).is_dir():
+            yield source
+            continue
+        inside = sorted(path for path in Path(source).iterdir() if path.suffix in _SUFFIXES)
+        if not inside:
+            raise InputError(argument, str(source), f"a folder with files {', '.join(_SUFFIXES)}")
+        yield from inside
+
+
+_SUFFIXES = (".json", ".jsonl", ".csv")  # of the files of a folder that are read
 
 
 def _form(path: str | Path) -> str | None:

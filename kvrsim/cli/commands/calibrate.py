@@ -19,7 +19,7 @@ from kvrsim.cli.progress import Progress
 from kvrsim.cli.text import Facts, Part, Row, ShellCommand, confirm_command, facts, show
 from kvrsim.errors import ABSENT, InputError
 from kvrsim.io.annotations import Range
-from kvrsim.io.schema import fields_to_json, to_json
+from kvrsim.io.schema import fields_to_json, to_json, write_json
 from kvrsim.text import printable
 from kvrsim.units import format_seconds, parse_bytes
 from kvrsim.version import __version__
@@ -485,6 +485,14 @@ def prefills(
         WritablePath | None, Help("Write the profile with the fitted engine, as JSON.", metavar="FILE", spelling=OUTPUT)
     ] = None,
     name: ProfileName = None,
+    share: Annotated[
+        WritablePath | None,
+        Help(
+            "Write the rows with their predictions, without any name of yours, to give to others.",
+            metavar="FILE",
+            section="Output",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Fit a serving engine to whole prefills measured on it.
@@ -495,28 +503,32 @@ def prefills(
     """
     from calibrate.prefills.fit import check_prefills
     from calibrate.prefills.parts import first_step, parts_of
+    from calibrate.prefills.share import shared_rows
     from kvrsim.prefills import cases_of, fit
     from planner.uncertainty.intervals import interval
 
     for parameter, value in (("output", output), ("name", name)):
         if check and value is not None:
             raise InputError(parameter, value, "nothing with --check, which fits no profile")
-    if not check and output is None:
+    if not check and output is None and share is None:
         raise InputError("output", ABSENT, "a file for the profile, such as mine.json; or --check, which needs none")
     with Progress() as progress:
         cases = cases_of(args, files, progress)
         warn_notes(cases.notes)
-        if check:
-            checked = check_prefills(cases.cases, interval, progress)
+        checked = check_prefills(cases.cases, interval, progress)
+        if share is not None:
+            write_json(share, shared_rows(cases.cases, checked.rows), argument="share")
+        if output is None:
             parts = parts_of(cases.cases, checked.rows)
             content = checked.to_dict() | {"parts": to_json(parts), "first": first_step(parts)}
             screen = [*parts_screen(parts), "", *check_screen(checked, cases.cases[0].scenario)]
         else:
-            assert output is not None  # refused above
             fitted = fit(args, cases, files, name or Path(output).stem, progress)
             fitted.profile.write(output)
             content = fitted.to_dict() | {"output": output}
             screen = fit_screen(fitted, output)
+    if share is not None:
+        screen += ["", facts(("shared:", f"{share}: no name, path, host or date of yours; read it before you send it"))]
     print_result(content | {"warnings": list(cases.notes)}, *screen, json=json)
 
 
