@@ -3,6 +3,7 @@
 An Engine record holds the seconds that the engine adds (HostRates), the scale of its kernels, their spread and sources.
 In software of 2023, launches overlap kernels (HostRates.layer_s, kernel_s). Engines of 2025 and 2026 were measured
 at 1k and at 8k tokens, and the time beyond their kernels is about the same at both: it is added (HostRates.launch_s).
+The newest builds of SGLang hide it while kernels compute (HostRates.hidden_share).
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ from typing import Annotated, Literal
 
 from kvrsim.choices import DeployEngine
 from kvrsim.errors import InputError
-from kvrsim.io.schema import Keys, NonNegative, RelativeError, Whole, named_object, read, shipped_files, write_json
+from kvrsim.io.schema import (
+    Keys,
+    NonNegative,
+    RelativeError,
+    Share,
+    Whole,
+    named_object,
+    read,
+    shipped_files,
+    write_json,
+)
 from kvrsim.layout import LayoutKinds
 from kvrsim.units import scale
 
@@ -61,7 +72,10 @@ class Engine:
     spread: standard deviation of the logarithm of each of TERMS. "other_gpu": in addition, on a GPU that kernel_scale
         does not name; "model": of whole TTFTs. A term that is absent is known exactly.
     model_types: factor on host.launch_s by Hugging Face's model_type; shrunk towards the factors of other engines,
-        which are shrunk towards 1.
+        which are shrunk towards 1, or towards `mixtures`.
+    mixtures: factor on host.launch_s of mixtures of experts whose model type is not in model_types.
+    systems: factor on host.launch_s and host.collective_s by GPU, because hosts differ; shrunk towards 1.
+    older: how earlier builds launch kernels; None: as the record says.
     models: model types of the whole prefills that were measured on the engine; empty: not recorded.
     gpus: GPUs of the profiles of these prefills; empty: not recorded.
     layouts: ways, of LAYOUT_KINDS, in which these prefills were divided over GPUs; None: not recorded.
@@ -75,6 +89,9 @@ class Engine:
     host: HostRates
     kernel_scale: Mapping[str, float] = field(default_factory=dict)
     model_types: Mapping[str, float] = field(default_factory=dict)
+    mixtures: float = 1.0
+    systems: Mapping[str, float] = field(default_factory=dict)
+    older: OlderBuilds | None = None
     models: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
     layouts: LayoutKinds | None = None
@@ -105,10 +122,18 @@ class Engine:
         """Whether the scale of the engine's kernels was measured on that GPU, or applies to every GPU."""
         return not self.kernel_scale or not {gpu, OTHER_GPU}.isdisjoint(self.kernel_scale)
 
-    def host_of(self, model_type: str) -> HostRates:
-        """Host seconds that the engine adds to a prefill of a model of that type."""
-        factor = self.model_types.get(model_type, 1.0)
-        return self.host if factor == 1 else replace(self.host, launch_s=factor * self.host.launch_s)
+    def host_of(self, model_type: str, *, is_mixture: bool = False, gpu: str = "") -> HostRates:
+        """Host seconds that the engine adds to a prefill of a model of that type on systems with that GPU."""
+        system = self.systems.get(gpu, 1.0)
+        launch = system * self.model_types.get(model_type, self.mixtures if is_mixture else 1.0)
+        if launch == system == 1:
+            return self.host
+        host = self.host
+        return replace(host, launch_s=launch * host.launch_s, collective_s=system * host.collective_s)
+
+    def without_factors(self, host: HostRates) -> Engine:
+        """The engine with these host seconds for every model and every GPU."""
+        return replace(self, host=host, model_types={}, mixtures=1.0, systems={})
 
     def at_version(self, version: str) -> Engine:
         """The engine at a version, or at the nearest one that was measured. Raises InputError if none was."""
@@ -117,10 +142,13 @@ class Engine:
         is_numbered = version[:1].isdigit()  # a nightly build counts as the newest
         nearest = min(self.versions, key=lambda one: _distance(one, version)) if is_numbered else ""
         factor = self.versions.get(nearest, 1.0)
+        host = self.host
+        if is_numbered and self.older is not None and is_before(version, self.older.before):
+            host = self.older.host(host)
         return replace(
             self,
             name=f"{self.name}@{version}",
-            host=scale(self.host, factor),
+            host=scale(host, factor),
             kernel_scale={gpu: factor * own for gpu, own in (self.kernel_scale or {OTHER_GPU: 1.0}).items()},
             is_other_version=not is_numbered or any(_distance(nearest, version)),
         )
@@ -163,9 +191,18 @@ def load_engine(name_or_path: str | Path, argument: str = "engine") -> Engine:
     return read(Engine, named_object(name_or_path, argument, shipped_files(_BUILTIN_FOLDER), NO_ENGINE))
 
 
+def is_before(version: str, other: str) -> bool:
+    """Whether a numbered version is earlier than another one."""
+    return _numbers(version) < _numbers(other)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)]
+
+
 def _distance(one: str, other: str) -> tuple[int, ...]:
     """Difference between two versions, number by number."""
-    pairs = zip_longest(*([int(part) for part in re.findall(r"\d+", text)] for text in (one, other)), fillvalue=0)
+    pairs = zip_longest(_numbers(one), _numbers(other), fillvalue=0)
     return tuple(abs(a - b) for a, b in pairs)
 
 
@@ -183,7 +220,26 @@ class HostRates:
     message_s: NonNegative = 0.0  # seconds to issue one send or one receive
     kernel_s: NonNegative = 0.0  # seconds in addition to layer_s, per kernel that the decoder layer launches
     launch_s: NonNegative = 0.0  # additional device time per kernel that the decoder layer launches
+    hidden_share: Share = 0.0  # share of launch_s that is hidden while the layer's kernels compute; 1: all of it
     collective_s: NonNegative = 0.0  # additional time of each collective of tensor parallelism
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OlderBuilds:
+    """How builds before a version launch kernels."""
+
+    before: str  # the first version that launches as the record says
+    launch: float  # seconds of their launches and collectives divided by those of the record
+    hidden_share: Share  # see HostRates
+
+    def host(self, host: HostRates) -> HostRates:
+        """The host seconds of these builds; `host`: those of the record."""
+        return replace(
+            host,
+            launch_s=self.launch * host.launch_s,
+            collective_s=self.launch * host.collective_s,
+            hidden_share=self.hidden_share,
+        )
 
 
 NO_HOST = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=0.0)

@@ -184,6 +184,11 @@ class Layout:
         return "all-to-all" if spread_alone else "gather"
 
     @property
+    def dispatches_tokens(self) -> bool:
+        """Whether data groups can send tokens to whole experts by all-to-all; engines do so over several nodes."""
+        return self.exchange == "gather" and self.data > 1 and self.expert_tensor == 1
+
+    @property
     def degrees(self) -> Degrees:
         """The degrees that the layout's name states; with experts only if their placement is not the default."""
         experts: Literal["default", "ep", "edp"] = "default"

@@ -266,13 +266,15 @@ class Scenario(Source):
     def host(self) -> HostRates:
         """Host costs: the engine's, or those of the profile."""
         if self.engine is not None:
-            return self.engine.host_of(self.model.model_type)
+            return self.engine.host_of(
+                self.model.model_type, is_mixture=self.model.is_mixture, gpu=self.cluster.gpu.name
+            )
         return NO_HOST if self.profile is None else self.profile.host
 
     def with_host(self, host: HostRates) -> Self:
         """Return the scenario with other host costs."""
         if self.engine is not None:
-            return replace(self, engine=replace(self.engine, host=host, model_types={}))
+            return replace(self, engine=self.engine.without_factors(host))
         return self if self.profile is None else replace(self, profile=replace(self.profile, host=host))
 
     @property

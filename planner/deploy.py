@@ -106,6 +106,7 @@ class Server:
             "attention_data": _several(layout.data),
             "replicas": None,
             "deepep": False,
+            "dispatch": False,
         }
         if not layout.is_mixture:  # data groups of a dense model are copies of the server
             values["stage_gpus"] = layout.stage_gpus // layout.data
@@ -114,6 +115,10 @@ class Server:
         if layout.context > 1 and layout.scheme == "zigzag":
             way = self.engine.context_models[layout.scheme][self.scenario.model.model_type]
             values["deepep"] = way != "gathered"
+        per_node = self.scenario.cluster.gpus_per_node
+        if layout.dispatches_tokens and per_node is not None and layout.stage_gpus > per_node:
+            values["dispatch"] = True
+            values["deepep"] = True
         return values
 
     def _expert_values(self) -> dict[str, Any]:
@@ -195,6 +200,7 @@ class Server:
             "data": layout.data > 1,
             "nodes": self.nodes > 1,
             "deepep": bool(self.values["deepep"]),
+            "dispatch": bool(self.values["dispatch"]),
         }
         for feature, is_present in features.items():
             if is_present and feature in engine.notes:

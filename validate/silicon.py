@@ -13,16 +13,35 @@ import sys
 import tempfile
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from calibrate.engines.fit import ENGINES, SPLITS, half_left_out, left_out
+from calibrate.engines.fit import (
+    ENGINES,
+    FORM,
+    NEW_BUILDS,
+    SPLITS,
+    Form,
+    half_left_out,
+    is_new_build,
+    left_out,
+    log_errors,
+)
 from calibrate.engines.prefills import EnginePrefill, paths_of
 from calibrate.engines.records import shipped_seconds
 from calibrate.engines.settings import Settings, read_settings
-from calibrate.engines.shares import ErrorRows, OtherRows, RuleFit, fit_shares, groups_of, read_other_rows, scores_of
+from calibrate.engines.shares import (
+    ErrorRows,
+    OtherRows,
+    RuleFit,
+    fit_shares,
+    groups_of,
+    read_other_rows,
+    scores_of,
+    training_settings,
+)
 from calibrate.prefills.fit import RowCheck
 from kvrsim.engine import DEVIATES_OF_80_PERCENT, PRIOR_ENGINE, SHORT_TOKENS, load_engine
 from kvrsim.program import Array
@@ -75,10 +94,11 @@ def page(settings: Settings, predictors: dict[str, Array], other: OtherRows) -> 
     """Markdown lines of docs/results/silicon.md."""
     rule_fit = fit_shares(settings, other)
     measured_s = settings.of("prefill_s")
-    splits = {f"{split} left out": left_out(settings, split) for split in SPLITS}  # "setting left out" comes first
+    training = training_settings(settings, other)
+    splits = {f"{split} left out": left_out(settings, split, training) for split in SPLITS}  # "setting" comes first
     half = np.abs(np.expm1(half_left_out(settings)))
     shipped = shipped_seconds(settings)
-    prior = left_out(settings, "engine")
+    prior = left_out(settings, "engine", training)
     kvrsim = {"kvrsim, records as shipped": shipped} | {f"kvrsim, {name}": values for name, values in splits.items()}
     kvrsim["kvrsim, `serving` of the other engines"] = prior
     rows = []
@@ -96,6 +116,10 @@ def page(settings: Settings, predictors: dict[str, Array], other: OtherRows) -> 
         half=f"{np.median(half):.1%}",
         transfer=format_seconds(load_engine(PRIOR_ENGINE).transfer_s),
         groups=score(settings, {"kvrsim, model left out": splits["model left out"], **predictors}),
+        gains=gain_table(settings, training),
+        builds=" and ".join(f"`{name}` {version}" for name, version in NEW_BUILDS.items()),
+        num_new=int(is_new_build(training).sum()),
+        build_factor=" and ".join(f"{factor:.2f}" for factor in build_factors()),
         count=len(settings),
         others=other_lines([OtherPrefill.of(prefill) for prefill in other.prefills]),
         intervals=interval_table(rule_fit),
@@ -105,6 +129,46 @@ def page(settings: Settings, predictors: dict[str, Array], other: OtherRows) -> 
         num_calibrated=rule_fit.num_calibrated,
         calibrated=f"{rule_fit.rule.calibrated:.2g}",
     )
+
+
+def build_factors() -> list[float]:
+    """Seconds of a launch of the newest builds divided by those of older ones, for each engine of NEW_BUILDS."""
+    older = [load_engine(name).older for name in NEW_BUILDS]
+    return [1 / builds.launch for builds in older if builds is not None]
+
+
+def gain_table(settings: Settings, training: Settings) -> list[str]:
+    """Table of errors with each term of the fit left away; training: with the prefills of the newest builds."""
+    nothing = Form(
+        mixtures=False, shrinks_types=False, systems=False, builds=False, hidden_share=0.0, new_hidden_share=0.0
+    )
+    forms = {
+        "all terms": (FORM, training),
+        "no factor on launches of mixtures": (replace(FORM, mixtures=False), training),
+        "model types' factors hardly shrunk (1.5)": (replace(FORM, shrinks_types=False), training),
+        "no factor on launches per GPU": (replace(FORM, systems=False), training),
+        "30 % of the shorter of launches and kernels hidden in all builds": (replace(FORM, hidden_share=0.3), training),
+        "newest builds: no launches hidden under kernels": (replace(FORM, new_hidden_share=0.0), training),
+        "newest builds: no factor on launches": (replace(FORM, builds=False), training),
+        "newest builds: as others": (replace(FORM, builds=False, new_hidden_share=0.0), training),
+        "none of these terms": (nothing, settings),
+    }
+    newest = training.where(is_new_build(training))
+    is_sglang = settings.of("engine") == "sglang"
+    rows = []
+    for name, (form, fitted) in forms.items():
+        by_model = log_errors(settings, left_out(settings, "model", fitted, form))
+        by_gpu = log_errors(settings, left_out(settings, "gpu", fitted, form))
+        of_newest = log_errors(newest, left_out(newest, "model_type", fitted, form))
+        row = [name, _median_error(by_model), _median_error(by_model[is_sglang]), f"{np.abs(by_model).mean():.3f}"]
+        row += [_median_error(by_gpu), f"{np.abs(by_gpu).mean():.3f}", _median_error(of_newest)]
+        rows.append(row)
+    heads = ["terms", "model left out", "of SGLang", "mean log error", "GPU left out", "mean log error"]
+    return table([*heads, "newest builds, model type left out"], rows)
+
+
+def _median_error(logs: Array) -> str:
+    return f"{np.median(np.abs(np.expm1(logs))):.1%}"
 
 
 def interval_table(rule_fit: RuleFit) -> list[str]:

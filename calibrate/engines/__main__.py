@@ -2,8 +2,8 @@
 
     python -m calibrate.engines SETTINGS.csv --configs FOLDER --prefills FILE.csv,FILE.csv
 
-Writes kvrsim/data/engines and kvrsim/data/error_rule.json. The prefills are of other sources; only the rule comes from
-them. Run `python -m validate.silicon` afterwards, which scores the records.
+Writes kvrsim/data/engines and kvrsim/data/error_rule.json. The prefills are of other sources: the rule comes from them,
+and how the newest builds launch kernels. Run `python -m validate.silicon` afterwards, which scores the records.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from calibrate.engines.prefills import paths_of
 from calibrate.engines.records import FOLDER, records, write_records
 from calibrate.engines.settings import read_settings
-from calibrate.engines.shares import fit_shares, read_other_rows
+from calibrate.engines.shares import fit_shares, read_other_rows, training_settings
 from kvrsim.error_rule import FILE
 from kvrsim.errors import KvrsimError
 
@@ -36,8 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             other = read_other_rows(options.prefills, options.configs, Path(folder))
             rule_fit = fit_shares(settings, other)
+            training = training_settings(settings, other)
         rule_fit.rule.write()
-        engines = records(settings, rule_fit.rule)
+        engines = records(settings, training, rule_fit.rule)
         write_records(engines)
     except KvrsimError as error:
         print(f"calibrate.engines: error: {error}", file=sys.stderr)

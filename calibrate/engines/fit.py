@@ -1,19 +1,25 @@
 """The terms that an engine adds to kernels, fitted to measured settings.
 
-A prefill takes request_s + token_s × tokens + launch_s × launches + kernel_scale × kernels, plus transfer_s if another
-server decodes. Each engine's constants are shrunk towards the common mean of all engines: the record `serving` has this
-mean. Each model_type then has a factor on the seconds of a launch, common to all engines, and one per engine that is
-shrunk towards the common one. Each version then has a factor.
+A prefill takes request_s + token_s × tokens + launch_s × (launches + collectives) + kernel_scale × kernels, plus
+transfer_s if another server decodes. In the newest builds the shorter of launches and kernels is hidden. Each engine's
+constants are shrunk towards the common mean of all engines: the record `serving` has this mean. Launches of mixtures of
+experts have a factor. Then each model_type has a factor on the seconds of a launch, common to all engines, and one per
+engine; each GPU has one, because hosts differ by system; and the newest builds of an engine have one. Then each version
+has a factor on all seconds. All factors are shrunk towards 1.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from calibrate.engines.settings import Settings
+from kvrsim.engine import is_before
 from kvrsim.program import Array, Flags
 
 ENGINES = ("vllm", "sglang", "trtllm")
@@ -24,9 +30,13 @@ SPLITS = ("setting", "model", "gpu", "version")  # groups that are left out; set
 PRIOR = np.log([6e-3, 1.2e-6, 9e-6, 1.0])
 _PRIOR_SD = np.array([1.0, 1.0, 1.0, 0.03])
 _ENGINE_SD = np.array([0.3, 0.2, 0.6, 0.05])  # prior spread of an engine's terms around the mean
-# Prior standard deviation of the log factor of a model type: of the common factor from 0, and of an engine's factor
-# from the common factor.
-_MODEL_SD = 1.5
+_MIXTURE_SD = 1.0  # prior standard deviation of the log factor on launches of mixtures
+# Prior standard deviations of log factors on launches: of a model type on all engines, of a model type on an engine, of
+# a GPU's systems, and of an engine's newest builds.
+_TYPE_SD = 0.5
+_PAIR_SD = 0.3
+_SYSTEM_SD = 0.3
+_BUILD_SD = 0.5
 _VERSION_ROWS = 5.0  # prior rows that shrink a version's factor towards 1
 _NOISE = 0.25  # scale of log(predicted / measured); settings with larger errors have less weight
 # Prior of Engine.transfer_s: a handshake, 0.5 to 2.4 GB of K and V at 50 GB/s, and a step of the server that decodes.
@@ -35,98 +45,233 @@ _TRANSFER_SD = 0.5
 _DISAGGREGATED = 0.7  # weight of settings with disaggregated servers, which scatter 1.4 times as far around the fit
 _HALVES = 8
 
+# The first version of an engine's newest builds: SGLang has piecewise CUDA graphs since then.
+NEW_BUILDS = {"sglang": "0.5.10"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """Which of the terms the fit has; those of FORM are kept because they gain (validate.silicon)."""
+
+    mixtures: bool = True  # a factor on launches of mixtures
+    shrinks_types: bool = True  # standard deviations of types' factors are _TYPE_SD and _PAIR_SD, not 1.5
+    systems: bool = True  # a factor on launches by GPU
+    builds: bool = True  # a factor on launches of the newest builds
+    hidden_share: float = 0.0  # share of the shorter of launches and kernels that is hidden
+    new_hidden_share: float = 1.0  # the same of the newest builds
+
+
+FORM = Form()
+
+
+def is_new_build(settings: Settings) -> Flags:
+    """Which settings ran one of the newest builds."""
+    pairs = zip(settings.rows.engine, settings.rows.engine_version.astype(str), strict=True)
+    return np.array([_is_new(engine, version) for engine, version in pairs], dtype=bool)
+
+
+def _is_new(engine: str, version: str) -> bool:
+    return engine in NEW_BUILDS and version[:1].isdigit() and not is_before(version, NEW_BUILDS[engine])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _SettingWork:
+    """What some settings compute; arrays of shape (settings,)."""
+
+    tokens: Array
+    kernels_s: Array
+    launches: Array
+    collectives: Array
+    transfers: Array  # 1 if another server decodes
+    is_new: Flags  # whether they ran one of the newest builds
+
+    @classmethod
+    def of(cls, settings: Settings, rows: Flags) -> _SettingWork:
+        return cls(
+            tokens=settings.of("context_tokens")[rows].astype(float),
+            kernels_s=settings.kernels_s[rows],
+            launches=settings.launches[rows],
+            collectives=settings.collectives[rows],
+            transfers=(settings.of("mode")[rows] == "disagg").astype(float),
+            is_new=is_new_build(settings)[rows],
+        )
+
+    def seconds(self, logs: Array, transfer_s: float, types: Array, systems: Array, hidden: Array | float) -> Array:
+        """Predicted seconds.
+
+        logs: logarithms of TERMS, shape (settings, 4). types: log factors on launches. systems: log factors on launches
+        and collectives. hidden: share of the shorter of launches and kernels that is hidden.
+        """
+        request_s, token_s, launch_s, scale = np.exp(logs).T
+        launch_s = launch_s * np.exp(systems)
+        launches_s = launch_s * np.exp(types) * self.launches
+        kernels_s = scale * self.kernels_s
+        whole_s = request_s + transfer_s * self.transfers + token_s * self.tokens + launch_s * self.collectives
+        return np.asarray(whole_s + launches_s + kernels_s - hidden * np.minimum(launches_s, kernels_s))
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConstants:
-    """Constants of all engines."""
+    """Constants of all engines; factors are logarithms."""
 
     mean: Array  # logarithms of the engines' mean TERMS, shape (4,)
     by_engine: dict[str, Array]  # logarithms of TERMS by engine
     transfer_s: float  # see Engine.transfer_s
-    shared_types: dict[str, float] = field(default_factory=dict)  # log factors on launch_s by model_type
-    model_types: dict[tuple[str, str], float] = field(default_factory=dict)  # log factors by engine and model_type
-    versions: dict[tuple[str, str], float] = field(default_factory=dict)  # log factors on all seconds
+    hidden_share: float = 0.0  # share of the shorter of launches and kernels that is hidden
+    new_hidden_share: float = 0.0  # the same of the newest builds
+    mixtures: float = 0.0  # factor on launch_s of mixtures
+    shared_types: dict[str, float] = field(default_factory=dict)  # factors on launch_s by model_type, of all engines
+    model_types: dict[tuple[str, str], float] = field(default_factory=dict)  # by engine and model_type, in addition
+    systems: dict[str, float] = field(default_factory=dict)  # factors on launches and collectives by GPU
+    builds: dict[str, float] = field(default_factory=dict)  # factors on the same of the newest builds, by engine
+    versions: dict[tuple[str, str], float] = field(default_factory=dict)  # factors on all seconds
 
     def seconds(self, settings: Settings, rows: Flags) -> Array:
         """Predict the prefills of some settings."""
-        own, launches_s = self._without_models(settings, rows)
+        return self.parts(settings, rows)[0]
+
+    def parts(self, settings: Settings, rows: Flags) -> tuple[Array, Array]:
+        """Predicted seconds of some settings, and the seconds of their kernels alone."""
+        work = _SettingWork.of(settings, rows)
         frame = settings.rows[rows]
-        pairs = zip(frame.engine, frame.model_type, frame.engine_version, strict=True)
-        factors = np.array([(self.type_factor(e, m), self.versions.get((e, v), 0.0)) for e, m, v in pairs])
-        models, versions = factors.reshape(-1, 2).T
-        return np.asarray((own + launches_s * np.expm1(models)) * np.exp(versions))
+        logs = np.array([self.by_engine.get(name, self.mean) for name in frame.engine]).reshape(-1, 4)
+        kinds = zip(frame.engine, frame.model_type, frame.kind, strict=True)
+        types = np.array([self.type_factor(*kind) for kind in kinds], dtype=float)
+        systems = np.array([self.systems.get(gpu, 0.0) for gpu in frame.gpu], dtype=float)
+        builds = np.array([self.builds.get(name, 0.0) for name in frame.engine], dtype=float)
+        pairs = zip(frame.engine, frame.engine_version.astype(str), strict=True)
+        factors = np.exp(np.array([self.versions.get(pair, 0.0) for pair in pairs], dtype=float))
+        hidden = np.where(work.is_new, self.new_hidden_share, self.hidden_share)
+        whole_s = work.seconds(logs, self.transfer_s, types, systems + builds * work.is_new, hidden)
+        return whole_s * factors, np.exp(logs[:, 3]) * work.kernels_s * factors
 
-    def type_factor(self, engine: str, model_type: str) -> float:
-        """Log factor on launch_s for an engine and a model_type."""
-        return self.model_types.get((engine, model_type), self.shared_types.get(model_type, 0.0))
-
-    def _without_models(self, settings: Settings, rows: Flags) -> tuple[Array, Array]:
-        logs = np.array([self.by_engine.get(name, self.mean) for name in settings.rows.engine[rows]])
-        return _predict(np.exp(logs), self.transfer_s, settings, rows)
-
-
-def _predict(terms: Array, transfer_s: float, settings: Settings, rows: Flags) -> tuple[Array, Array]:
-    """Predicted seconds of settings, and their seconds of launches; `terms` has shape (settings, 4)."""
-    request_s, token_s, launch_s, scale = terms.T
-    launches_s = launch_s * settings.launches[rows]
-    request_s = request_s + transfer_s * (settings.of("mode")[rows] == "disagg")
-    whole = request_s + token_s * settings.of("context_tokens")[rows] + scale * settings.kernels_s[rows]
-    return whole + launches_s + launch_s * settings.collectives[rows], launches_s
+    def type_factor(self, engine: str, model_type: str, kind: str) -> float:
+        """Log factor on launch_s for an engine, a model_type and a kind of model (mixture or dense)."""
+        of_kind = self.mixtures if kind == "mixture" else 0.0
+        return of_kind + self.shared_types.get(model_type, 0.0) + self.model_types.get((engine, model_type), 0.0)
 
 
-def fit(settings: Settings, rows: Flags) -> EngineConstants:
-    """Fit constants to some of the settings; `rows` is a mask."""
-    from scipy.optimize import least_squares
-
-    log_s = np.log(settings.of("prefill_s")[rows])
-    weights = np.where(settings.of("mode")[rows] == "disagg", _DISAGGREGATED, 1.0)
-    engines = settings.rows.engine[rows].to_numpy()
-    names = [name for name in dict.fromkeys(settings.rows.engine) if name in engines]
-    index = np.array([names.index(name) for name in engines])
-
-    def errors(point: Array) -> Array:
-        transfer = point[:1]
-        mean = point[1:5]
-        apart = point[5:].reshape(-1, 4)
-        seconds, _ = _predict(np.exp(mean + apart[index]), float(np.exp(transfer[0])), settings, rows)
-        priors = (transfer - _TRANSFER) / _TRANSFER_SD, (mean - PRIOR) / _PRIOR_SD, (apart / _ENGINE_SD).ravel()
-        return np.concatenate([weights * (np.log(seconds) - log_s) / _NOISE, *priors])
-
-    start = np.concatenate([[_TRANSFER], PRIOR, np.zeros(4 * len(names))])
-    (transfer, *mean), apart = np.split(least_squares(errors, start, loss="soft_l1").x, [5])
-    by_engine = {name: mean + one for name, one in zip(names, apart.reshape(-1, 4), strict=True)}
-    constants = EngineConstants(mean=np.array(mean), by_engine=by_engine, transfer_s=float(np.exp(transfer)))
-    seconds, launches_s = constants._without_models(settings, rows)
-    model_types = settings.rows.model_type[rows].to_numpy()
-
-    def factor_of(own: Flags, around: float) -> float:
-        def off(factor: Array) -> Array:
-            logs = np.log(seconds[own] + launches_s[own] * np.expm1(factor[0])) - log_s[own]
-            return np.append(weights[own] * logs / _NOISE, (factor[0] - around) / _MODEL_SD)
-
-        return float(least_squares(off, [around], loss="soft_l1").x[0])
-
-    shared = {one: factor_of(model_types == one, 0.0) for one in dict.fromkeys(model_types)}
-    pairs = dict.fromkeys(zip(engines, model_types, strict=True))
-    factors = {(e, m): factor_of((engines == e) & (model_types == m), shared[m]) for e, m in pairs}
-    constants = replace(constants, shared_types=shared, model_types=factors)
-    rest = weights * (log_s - np.log(constants.seconds(settings, rows)))
-    versions = settings.rows.engine_version[rows].to_numpy()
+def fit(settings: Settings, rows: Flags, form: Form = FORM) -> EngineConstants:
+    """Fit constants to some of the settings; `rows` is a mask. The newest builds determine only their own factor."""
+    constants = _fit_terms(settings, rows & ~is_new_build(settings), form)
+    constants = _fit_factors(settings, rows, form, constants)
+    weights = _weights(settings, rows)
+    rest = weights * -log_errors(settings, constants.seconds(settings, rows), rows)
+    frame = settings.rows[rows]
     of_version = {}
-    for engine, version in dict.fromkeys(zip(engines, versions, strict=True)):
-        own = (engines == engine) & (versions == version)
-        if version[:1].isdigit():
+    for engine, version in dict.fromkeys(zip(frame.engine, frame.engine_version.astype(str), strict=True)):
+        own = ((frame.engine == engine) & (frame.engine_version == version)).to_numpy()
+        if version[:1].isdigit() and not _is_new(engine, version):
             of_version[engine, version] = float(rest[own].sum() / (weights[own].sum() + _VERSION_ROWS))
     return replace(constants, versions=of_version)
 
 
-def left_out(settings: Settings, split: str) -> Array:
-    """Predictions for each setting by fits without its group; for "engine", by the mean of the other engines."""
+def _weights(settings: Settings, rows: Flags) -> Array:
+    return np.where(settings.of("mode")[rows] == "disagg", _DISAGGREGATED, 1.0)
+
+
+def _fit_terms(settings: Settings, rows: Flags, form: Form) -> EngineConstants:
+    """Fit the terms of the engines, the factor of mixtures and transfer_s."""
+    from scipy.optimize import least_squares
+
+    work = _SettingWork.of(settings, rows)
+    log_s = np.log(settings.of("prefill_s")[rows])
+    weights = _weights(settings, rows)
+    engines = settings.rows.engine[rows].to_numpy()
+    names = [name for name in dict.fromkeys(settings.rows.engine) if name in engines]
+    index = np.array([names.index(name) for name in engines])
+    is_mixture = (settings.of("kind")[rows] == "mixture") * float(form.mixtures)
+
+    def errors(point: Array) -> Array:
+        logs = point[2:6] + point[6:].reshape(-1, 4)[index]
+        seconds = work.seconds(logs, float(np.exp(point[0])), point[1] * is_mixture, np.zeros(1), form.hidden_share)
+        priors = [(point[0] - _TRANSFER) / _TRANSFER_SD], [point[1] / _MIXTURE_SD], (point[2:6] - PRIOR) / _PRIOR_SD
+        apart = (point[6:].reshape(-1, 4) / _ENGINE_SD).ravel()
+        return np.concatenate([weights * (np.log(seconds) - log_s) / _NOISE, *priors, apart])
+
+    start = np.concatenate([[_TRANSFER, 0.0], PRIOR, np.zeros(4 * len(names))])
+    point = least_squares(errors, start, loss="soft_l1").x
+    mean = point[2:6]
+    return EngineConstants(
+        mean=mean,
+        by_engine={name: mean + apart for name, apart in zip(names, point[6:].reshape(-1, 4), strict=True)},
+        transfer_s=float(np.exp(point[0])),
+        mixtures=float(point[1]),
+        hidden_share=form.hidden_share,
+        new_hidden_share=form.new_hidden_share,
+    )
+
+
+def _fit_factors(settings: Settings, rows: Flags, form: Form, constants: EngineConstants) -> EngineConstants:
+    """Fit the factors on launches: of model types, GPUs and the newest builds."""
+    from scipy.optimize import least_squares
+
+    work = _SettingWork.of(settings, rows)
+    log_s = np.log(settings.of("prefill_s")[rows])
+    weights = _weights(settings, rows)
+    frame = settings.rows[rows]
+    logs = np.array([constants.by_engine.get(name, constants.mean) for name in frame.engine])
+    of_kind = constants.mixtures * (frame.kind == "mixture").to_numpy()
+    hidden = np.where(work.is_new, form.new_hidden_share, form.hidden_share)
+    type_sds = (_TYPE_SD, _PAIR_SD) if form.shrinks_types else (1.5, 1.5)
+    new_builds = list(zip(frame.engine, work.is_new, strict=True))
+    factors = [
+        _Factors.of(frame.model_type.tolist(), type_sds[0]),
+        _Factors.of(list(zip(frame.engine, frame.model_type, strict=True)), type_sds[1]),
+        _Factors.of([gpu if form.systems else None for gpu in frame.gpu], _SYSTEM_SD),
+        _Factors.of([name if new and form.builds else None for name, new in new_builds], _BUILD_SD),
+    ]
+    ends = np.cumsum([len(one.keys) for one in factors])
+    sds = np.concatenate([np.full(len(one.keys), one.log_sd) for one in factors])
+
+    def errors(point: Array) -> Array:
+        of_type, of_pair, of_system, of_build = (
+            one.of_rows(part) for one, part in zip(factors, np.split(point, ends[:-1]), strict=True)
+        )
+        types = of_kind + of_type + of_pair
+        seconds = work.seconds(logs, constants.transfer_s, types, of_system + of_build, hidden)
+        return np.concatenate([weights * (np.log(seconds) - log_s) / _NOISE, point / sds])
+
+    point = least_squares(errors, np.zeros(len(sds)), loss="soft_l1").x
+    types, pairs, systems, builds = (
+        dict(zip(one.keys, part.tolist(), strict=True))
+        for one, part in zip(factors, np.split(point, ends[:-1]), strict=True)
+    )
+    return replace(constants, shared_types=types, model_types=pairs, systems=systems, builds=builds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Factors:
+    """Log factors of groups of rows."""
+
+    keys: list[Any]  # the groups
+    index: npt.NDArray[np.intp]  # group of each row; -1: none
+    log_sd: float  # prior standard deviation
+
+    @classmethod
+    def of(cls, groups: Sequence[Any], log_sd: float) -> _Factors:
+        """groups: the group of each row; None: no group, and no factor."""
+        keys = [key for key in dict.fromkeys(groups) if key is not None]
+        index = np.array([-1 if group is None else keys.index(group) for group in groups], dtype=int)
+        return cls(keys=keys, index=index, log_sd=log_sd)
+
+    def of_rows(self, values: Array) -> Array:
+        """The log factor of each row, from those of the groups."""
+        return np.append(values, 0.0)[self.index]
+
+
+def left_out(settings: Settings, split: str, training: Settings | None = None, form: Form = FORM) -> Array:
+    """Predictions for each setting by fits without its group; for "engine", by the mean of the other engines.
+
+    training: the settings of the fits; None: the same.
+    """
+    training = training or settings
     groups = settings.group(split)
+    training_groups = training.group(split)
     seconds = np.zeros(len(settings))
-    for group in np.unique(groups):
+    for group in dict.fromkeys(groups.tolist()):
         own = groups == group
-        seconds[own] = fit(settings, ~own).seconds(settings, own)
+        seconds[own] = fit(training, training_groups != group, form).seconds(settings, own)
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""Whole prefills of other sources than the settings; no fit of an engine's terms uses them."""
+"""Whole prefills of other sources than the settings; the fits of engines' terms use those of the newest builds only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from calibrate.engines.fit import ENGINES
 from calibrate.engines.settings import model_folder
 from kvrsim.builder import make_scenario
-from kvrsim.engine import PRIOR_ENGINE
+from kvrsim.engine import PRIOR_ENGINE, is_before, load_engine
 from kvrsim.errors import InputError
 from kvrsim.execution import Execution, place
 from kvrsim.executors.run import run_partition
@@ -21,6 +21,7 @@ from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 
 _FOLDER = Path(__file__).parent
+_RIG_FOLDERS = (_FOLDER / "rigs", _FOLDER.parents[1] / "examples" / "clusters")
 _STEP_TOKENS = 8192  # tokens of a step, unless the engine is old, its GPU small, or the row says otherwise
 _PROFILE_OF_OLD_ROWS = {"a100": "a100-flash", "a800": "a100-flash", "h100": "h100-flash", "h800": "h100-flash"}
 _PREFILL_METRICS = ("ttft_s", "prefill_s")
@@ -42,8 +43,12 @@ class EnginePrefill:
 
     @cached_property
     def scenario(self) -> Scenario:
-        """The scenario with the engine's record."""
-        return make_scenario(**self.asked, engine=self.engine)[0]
+        """The scenario with the engine's record, of older builds if it ran one of these."""
+        engine = self.engine
+        older = load_engine(engine).older
+        if older is not None and self.version[:1].isdigit() and is_before(self.version, older.before):
+            engine = f"{engine}@{self.version}"
+        return make_scenario(**self.asked, engine=engine)[0]
 
     @cached_property
     def execution(self) -> Execution:
@@ -145,7 +150,9 @@ def _prefill(
     rigs = [rig for words, rig in names["rigs"].items() if words in row["note"]]
     if rigs:
         cluster = rigs[0]
-    rig_file = _FOLDER / "rigs" / f"{cluster}.json"
+        profile = None
+    rig_files = [folder / f"{cluster}.json" for folder in _RIG_FOLDERS]
+    rig_file = next((path for path in rig_files if path.exists()), None)
     model = names["same_shape"].get(row["model"], row["model"])
     if model.startswith("config:"):
         if configs is None or folder is None:
@@ -157,7 +164,7 @@ def _prefill(
         "batch": int(row["batch"]),
         "gpus": int(row["n_gpus"]),
         "model": model,
-        "cluster": str(rig_file) if rig_file.exists() else cluster,
+        "cluster": cluster if rig_file is None else str(rig_file),
         "dtype": "fp8" if row["dtype"] == "fp8" else None,
     }
     if profile is not None:

@@ -5,16 +5,26 @@ Their intervals come from shares of TTFT (shares.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from calibrate.engines.fit import ENGINES, PRIOR, TERMS, EngineConstants, fit, left_out, log_errors
+from calibrate.engines.fit import (
+    ENGINES,
+    NEW_BUILDS,
+    PRIOR,
+    TERMS,
+    EngineConstants,
+    fit,
+    is_new_build,
+    left_out,
+    log_errors,
+)
 from calibrate.engines.settings import Settings
-from kvrsim.engine import NO_HOST, OTHER_GPU, PRIOR_ENGINE, Engine, EngineFit, load_engine
+from kvrsim.engine import NO_HOST, OTHER_GPU, PRIOR_ENGINE, Engine, EngineFit, OlderBuilds, load_engine
 from kvrsim.error_rule import ErrorRule, ErrorScores
 from kvrsim.program import Array, Flags
 
@@ -22,30 +32,54 @@ FOLDER = Path(__file__).parents[2] / "kvrsim" / "data" / "engines"
 _LEAST = (0.5, 0.5, 0.3, 0.12)  # minimum standard deviations of terms between engines, of which there are only three
 
 
-def records(settings: Settings, rule: ErrorRule) -> list[Engine]:
-    """Make the records of the engines and of `serving`; rule: gives the coverage of their intervals."""
+def records(settings: Settings, training: Settings, rule: ErrorRule) -> list[Engine]:
+    """Make the records of the engines and of `serving`.
+
+    training: the settings, and the prefills of the newest builds. rule: gives the coverage of their intervals.
+    """
     every = np.ones(len(settings), dtype=bool)
-    constants = fit(settings, every)
+    constants = fit(training, np.ones(len(training), dtype=bool))
     after = log_errors(settings, constants.seconds(settings, every))
-    without = log_errors(settings, left_out(settings, "model"))
+    without = log_errors(settings, left_out(settings, "model", training))
+    kinds = dict(zip(training.rows.model_type, training.rows.kind, strict=True))
     made = []
     for name in ENGINES:
         own = settings.of("engine") == name
-        frame = settings.rows[own]
+        frame = training.rows[training.of("engine") == name]
         logs = constants.by_engine[name]
         fit_of = _fit_of(after[own], without[own], "model", rule.scores[name], rule.scores["short"])
-        factors = {model: constants.type_factor(name, model) for model in constants.shared_types}
+        factors = {model: constants.type_factor(name, model, kind) for model, kind in kinds.items()}
         record = _record(name, constants, logs, factors, (0.3, 0.3, 0.3, 0.12), fit_of)
         versions = {v: _round(np.exp(f)) for (e, v), f in sorted(constants.versions.items()) if e == name}
         models, gpus = (tuple(sorted(set(column))) for column in (frame.model_type, frame.gpu))
         layouts = _layouts(settings, own)
-        made.append(replace(record, models=models, gpus=gpus, layouts=layouts, versions=versions))
-    others = log_errors(settings, left_out(settings, "engine"))
+        record = replace(record, models=models, gpus=gpus, layouts=layouts, versions=versions)
+        made.append(
+            _newest(record, constants, frame.engine_version[is_new_build(training)[training.of("engine") == name]])
+        )
+    others = log_errors(settings, left_out(settings, "engine", training))
     spread = np.std([constants.by_engine[name] for name in ENGINES], axis=0, ddof=1)
     deviations = [_round(max(value, least)) for value, least in zip(spread, _LEAST, strict=True)]
     fit_of = _fit_of(after, others, "engine", rule.scores[PRIOR_ENGINE], rule.scores["short"])
-    prior = _record(PRIOR_ENGINE, constants, constants.mean, constants.shared_types, deviations, fit_of)
+    factors = {model: constants.type_factor(PRIOR_ENGINE, model, kind) for model, kind in kinds.items()}
+    prior = _record(PRIOR_ENGINE, constants, constants.mean, factors, deviations, fit_of)
     return [*made, replace(prior, layouts=_layouts(settings, every))]
+
+
+def _newest(record: Engine, constants: EngineConstants, versions: Iterable[str]) -> Engine:
+    """The record of an engine's newest builds, with how older builds launch kernels; versions: newest ones measured."""
+    factor = float(np.exp(constants.builds.get(record.name, 0.0)))
+    if record.name not in constants.builds:
+        return record
+    older = OlderBuilds(before=NEW_BUILDS[record.name], launch=_round(1 / factor), hidden_share=constants.hidden_share)
+    host = replace(
+        record.host,
+        launch_s=_round(factor * record.host.launch_s),
+        collective_s=_round(factor * record.host.collective_s),
+        hidden_share=constants.new_hidden_share,
+    )
+    measured = dict.fromkeys(sorted(versions), 1.0)
+    return replace(record, host=host, older=older, versions={**record.versions, **measured})
 
 
 def _layouts(settings: Settings, rows: Flags) -> tuple[str, ...]:
@@ -66,16 +100,26 @@ def _record(
     request_s, token_s, launch_s, scale = (_round(value) for value in np.exp(logs))
     return replace(
         load_engine(name),
-        host=replace(NO_HOST, request_s=request_s, token_s=token_s, launch_s=launch_s, collective_s=launch_s),
+        host=replace(
+            NO_HOST,
+            request_s=request_s,
+            token_s=token_s,
+            launch_s=launch_s,
+            collective_s=launch_s,
+            hidden_share=constants.hidden_share,
+        ),
         kernel_scale={OTHER_GPU: scale},
         transfer_s=_round(constants.transfer_s),
         model_types={model: _round(np.exp(factor)) for model, factor in sorted(factors.items())},
+        mixtures=_round(np.exp(constants.mixtures)),
+        systems={gpu: _round(np.exp(factor)) for gpu, factor in sorted(constants.systems.items())},
+        older=None,
         spread=dict(zip((*TERMS, "collective_s"), (*spread, spread[TERMS.index("launch_s")]), strict=True)),
         fit=fit_of,
         provenance={
             "command": "python -m calibrate.engines SETTINGS.csv --configs FOLDER --prefills FILE.csv,FILE.csv",
-            "launches": "launch times are added to the kernel times, because the measured time minus the kernel times"
-            " is nearly equal at 1k and at 8k tokens",
+            "launches": "launch times are added to the kernel times, unless host.hidden_share hides them, because the"
+            " measured time minus the kernel times is nearly equal at 1k and at 8k tokens",
         },
     )
 
@@ -106,15 +150,25 @@ def shipped_seconds(settings: Settings) -> Array:
     """Predictions by the shipped records."""
     every = np.ones(len(settings), dtype=bool)
     engines = {name: load_engine(name) for name in ENGINES}
-    logs = {
-        name: np.log([e.host.request_s, e.host.token_s, e.host.launch_s, e.kernel_scale[OTHER_GPU]])
-        for name, e in engines.items()
-    }
+    logs = {}
+    builds = {}
+    for name, engine in engines.items():
+        host = engine.host
+        if engine.older is not None:
+            host = engine.older.host(host)
+            builds[name] = -float(np.log(engine.older.launch))
+        logs[name] = np.log([host.request_s, host.token_s, host.launch_s, engine.kernel_scale[OTHER_GPU]])
+    prior = load_engine(PRIOR_ENGINE)
+    new_shares = [engine.host.hidden_share for engine in engines.values() if engine.older is not None]
     constants = EngineConstants(
         mean=PRIOR,
         by_engine=logs,
-        transfer_s=engines[ENGINES[0]].transfer_s,
+        transfer_s=prior.transfer_s,
+        hidden_share=prior.host.hidden_share,
+        new_hidden_share=max(new_shares, default=prior.host.hidden_share),
         model_types={(n, m): float(np.log(f)) for n, e in engines.items() for m, f in e.model_types.items()},
+        systems={gpu: float(np.log(factor)) for gpu, factor in prior.systems.items()},
+        builds=builds,
         versions={(n, v): float(np.log(f)) for n, e in engines.items() for v, f in e.versions.items()},
     )
     return constants.seconds(settings, every)

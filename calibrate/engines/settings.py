@@ -20,7 +20,7 @@ from kvrsim.engine import NO_HOST, Engine
 from kvrsim.errors import InputError
 from kvrsim.execution import place
 from kvrsim.executors.run import run_partition
-from kvrsim.program import Array
+from kvrsim.program import Array, Flags
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 
@@ -51,10 +51,32 @@ class Settings:
     def group(self, split: str) -> Array:
         """The group of each setting; groups are left out as a whole."""
         if split == "version":
-            return np.asarray(self.rows.engine + "@" + self.rows.engine_version)
+            return np.asarray(self.rows.engine + "@" + self.rows.engine_version.astype(str))
         if split == "setting":
             return np.asarray(self.rows.model + " " + self.rows.gpu + " " + self.rows.engine)
+        if split == "model":
+            return np.asarray(self.rows.model.str.lower())  # sources differ in capitals
         return self.of(split)
+
+    def where(self, rows: Flags) -> Settings:
+        """Some of the settings."""
+        return Settings(
+            rows=self.rows[rows].reset_index(drop=True),
+            kernels_s=self.kernels_s[rows],
+            launches=self.launches[rows],
+            collectives=self.collectives[rows],
+        )
+
+    def joined(self, other: Settings) -> Settings:
+        """These settings and then others; a column that the others lack has no value there."""
+        import pandas
+
+        return Settings(
+            rows=pandas.concat([self.rows, other.rows], ignore_index=True),
+            kernels_s=np.concatenate([self.kernels_s, other.kernels_s]),
+            launches=np.concatenate([self.launches, other.launches]),
+            collectives=np.concatenate([self.collectives, other.collectives]),
+        )
 
 
 def read_settings(path: Path, configs: Path) -> Settings:

@@ -10,7 +10,9 @@ Each expert is sliced over GPUs, or whole experts are spread over GPUs, or both 
 the same tokens: each computes the rows of its own experts, and the group's all-reduce sums the results. Where several
 ranks share one copy of the experts, there are two exchanges. all-to-all: each token goes to the ranks that hold its
 experts, and its results return, so all ranks synchronise twice per layer. gather: all tokens go to all ranks, and the
-results are summed and scattered. In both cases all ranks have about the same number of rows.
+results are summed and scattered. Over several nodes, data groups send each token once to each node that has one of its
+experts, and inside this node to the GPUs that have them, as DeepEP's kernels do. In all cases all ranks have about the
+same number of rows.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from kvrsim.kernels.gemm import GEMM_TYPES, Product, Width, alike, launches, of_
 from kvrsim.kernels.tensor_parallel import Group
 from kvrsim.layout import ONE_LAYOUT, Exchange, Layout
 from kvrsim.model.spec import LayerSpec, ModelSpec
-from kvrsim.program import Array
+from kvrsim.program import Array, Collective
 
 EXPERTS = Part("experts")
 _HALF_BYTES = 2
@@ -269,10 +271,46 @@ class RoutedExperts:
     @property
     def reach(self) -> float:
         """Share of the tokens that have an expert on a given GPU, if all experts are equally likely."""
-        experts = self.layer.num_experts  # on the GPU
+        return self._reach_of(1)
+
+    def _reach_of(self, gpus: int) -> float:
+        """Share of the tokens that have an expert on some of `gpus` GPUs."""
+        experts = self.layer.num_experts * gpus
         per_tok = self.layer.num_experts_per_tok
-        total = experts * self.placement.num_gpus
+        total = self.layer.num_experts * self.placement.num_gpus
         return 1.0 - prod(max(0.0, total - experts - draw) / (total - draw) for draw in range(per_tok))
+
+    @property
+    def is_dispatched(self) -> bool:
+        """Whether data groups on several nodes exchange tokens by all-to-all: each GPU then has whole experts."""
+        gather = self.placement.gather
+        return self.placement.layout.dispatches_tokens and gather is not None and gather.across.size > 1
+
+    def dispatch(self, tokens: Array, more_s: float) -> Collective:
+        """The all-to-all that sends a rank's tokens to their experts; `more_s` is added to the kernel's seconds."""
+        return self._exchange("dispatch", tokens * self.dispatched_bytes, more_s)
+
+    def combine(self, tokens: Array, more_s: float) -> Collective:
+        """The all-to-all that returns the experts' results for a rank's tokens."""
+        return self._exchange("combine", tokens * self.combined_bytes, more_s)
+
+    def _exchange(self, name: str, nbytes: Array, more_s: float) -> Collective:
+        """An all-to-all of `nbytes` of a rank's tokens, of which each GPU of the rank sends an equal part.
+
+        Messages between nodes and inside them overlap. A token reaches each node once, and is forwarded there.
+        """
+        gather = self.placement.gather
+        assert gather is not None
+        tensor = self.placement.layout.tensor
+        nodes = gather.across.size
+        per_node = gather.inside.size * tensor
+        sent = nbytes / tensor
+        across = sent * ((nodes - 1) * self._reach_of(per_node))
+        inside = sent * ((nodes * per_node - 1) * self.reach)
+        far = gather.across.path
+        near = gather.inside.path
+        seconds = np.maximum(far.busy_s(across), near.busy_s(inside)) + (far.latency_s + near.latency_s)
+        return Collective(name=name, seconds=more_s + seconds, nbytes=across + inside)
 
     @property
     def dispatched_bytes(self) -> float:

@@ -187,24 +187,51 @@ def layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
     of their kernels.
     """
     host = step.costs.setting.host
-    for op in _layer_ops(strategy, step, rank):
-        yield launched(op, host)
+    ops = list(_layer_ops(strategy, step, rank))
+    if not host.launch_s and not host.kernel_s:
+        yield from ops
+        return
+    launch_s: float | Array = host.launch_s
+    if host.launch_s and host.hidden_share:
+        launch_s = _exposed_launch_s(ops, host)
+    for op in ops:
+        yield launched(op, host, launch_s)
 
 
-def launched(op: Op, host: HostRates) -> Op:
+def _exposed_launch_s(ops: Sequence[Op], host: HostRates) -> float | Array:
+    """Seconds of a launch that the kernels of a layer do not hide.
+
+    The host launches kernels while earlier ones compute: a share of the shorter of launches and kernels is hidden.
+    """
+    kernels_s: float | Array = 0.0
+    launches = 0.0
+    for op in ops:
+        if isinstance(op, Compute) and op.kernels:
+            kernels_s = kernels_s + op.device_s
+            launches += op.kernels
+        elif isinstance(op, RingPass) and op.kernels:
+            kernels_s = kernels_s + op.device_s.sum(axis=0)
+            launches += sum(op.kernels)
+    if not launches:
+        return host.launch_s
+    hidden = np.minimum(1.0, kernels_s / (launches * host.launch_s))
+    return host.launch_s * (1.0 - host.hidden_share * hidden)
+
+
+def launched(op: Op, host: HostRates, launch_s: float | Array) -> Op:
     """The operation with the launches of its kernels: the device's additional time, and the host's time to issue them.
 
-    This is the only place that prices launches, so that device and host count the same kernels.
+    This is the only place that prices launches, so that device and host count the same kernels. launch_s: device
+    seconds of a launch that are not hidden, of shape () or (B,).
     """
-    if not host.launch_s and not host.kernel_s:
-        return op
     if isinstance(op, Compute) and op.kernels:
-        device_s = op.device_s + host.launch_s * op.kernels
+        device_s = op.device_s + launch_s * op.kernels
         return op._replace(device_s=device_s, host_s=op.host_s + host.kernel_s * op.kernels)
     if isinstance(op, RingPass) and op.kernels:
         kernels = np.array(op.kernels)
         issue_s = np.array(op.host_s) + host.kernel_s * kernels
-        return op._replace(device_s=op.device_s + host.launch_s * kernels[:, None], host_s=tuple(issue_s.tolist()))
+        by_round = kernels.reshape(-1, *[1] * (op.device_s.ndim - 1))
+        return op._replace(device_s=op.device_s + launch_s * by_round, host_s=tuple(issue_s.tolist()))
     return op
 
 
@@ -291,8 +318,14 @@ def _experts(step: Step, rank: int) -> Iterator[Op]:
         together = step.lengths.sum(axis=0)
         if ranks < placement.layout.context:
             together = chunk * placement.layout.context
-        tokens = together * (step.costs.setting.batch * placement.load)
         more_s = step.costs.setting.host.collective_s
+        if routed.is_dispatched:
+            sent = chunk * step.costs.setting.batch
+            yield routed.dispatch(sent, more_s)
+            yield Compute(name="experts", device_s=routed.seconds(chunk, together), kind="output+mlp")
+            yield routed.combine(sent, more_s)
+            return
+        tokens = together * (step.costs.setting.batch * placement.load)
         yield all_gather(placement.gather, tokens * routed.combined_bytes, more_s)
         yield Compute(name="experts", device_s=routed.seconds(chunk, together), kind="output+mlp")
         yield all_gather(placement.gather, tokens * routed.combined_bytes, more_s)._replace(name="reduce-scatter")

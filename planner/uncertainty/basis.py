@@ -32,8 +32,12 @@ _WorkKey = tuple[int, int | None, str]  # rank, layer, name
 def weighted_program(execution: Execution, partition: Partition, cost: CostModel) -> tuple[Program, list[Part]]:
     """Build a program with one column per part, where only that part takes time, and a last column without any part.
 
-    Returns the program and the parts, in the order of the columns.
+    Launches are not hidden by kernels in this program, so that the columns add up. Returns the program and the parts,
+    in the order of the columns.
     """
+    placed = execution.placed
+    if placed.host.hidden_share:
+        execution = execution.on(placed.with_host(replace(placed.host, hidden_share=0.0)))
     chunks = columns(partition.chunk_lens)
     noting, parts = listing(cost)
     build_program(execution, chunks, noting)
@@ -196,7 +200,13 @@ def _part_seconds(execution: Execution, partition: Partition, cost: CostModel) -
     parts_s = {part: totals[:, index] - totals[:, -1] for index, part in enumerate(names)}
     engine_s = np.array([_engine_s(program, rank) for rank in range(program.num_ranks)])
     idle = _LAUNCHES if execution.placed.host.launch_s else _RESUME
-    return parts_s | {idle: totals[:, -1] - engine_s, _ENGINE: engine_s}
+    idle_s = totals[:, -1] - engine_s
+    if execution.placed.host.hidden_share:
+        busy = build_program(execution, columns(partition.chunk_lens), cost)
+        for rank in range(busy.num_ranks):
+            busy_s = sum(float(work_s(op).sum()) for _, op in busy.ops(rank))
+            idle_s[rank] = busy_s - engine_s[rank] - sum(part_s[rank] for part_s in parts_s.values())
+    return parts_s | {idle: idle_s, _ENGINE: engine_s}
 
 
 def _engine_s(program: Program, rank: int) -> float:

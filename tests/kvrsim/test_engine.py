@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kvrsim
-from kvrsim.engine import NO_ENGINE, NO_HOST, TERMS, Engine, HostRates, builtin_engines, load_engine
+from kvrsim.engine import NO_ENGINE, NO_HOST, TERMS, Engine, HostRates, builtin_engines, is_before, load_engine
 from kvrsim.errors import InputError
 from kvrsim.kernels.profile import load_profile
 
@@ -134,6 +134,11 @@ def test_a_model_type_has_a_factor_on_launches_alone() -> None:
     engine = replace(with_host(launch_s=1e-5, request_s=1e-3), model_types={"llama": 2.0})
     assert engine.host_of("llama") == replace(engine.host, launch_s=2e-5)
     assert engine.host_of("mixtral") == engine.host
+    engine = replace(engine, host=replace(engine.host, collective_s=1e-5), mixtures=3.0, systems={"h200": 1.5})
+    assert engine.host_of("mixtral", is_mixture=True).launch_s == pytest.approx(3e-5)
+    slow = engine.host_of("llama", gpu="h200")
+    assert (slow.launch_s, slow.collective_s) == pytest.approx((3e-5, 1.5e-5))
+    assert engine.without_factors(slow).host_of("llama", gpu="h200") == slow
     assert ttft_s(engine) == pytest.approx(ttft_s(with_host(launch_s=2e-5, request_s=1e-3)))
 
 
@@ -169,3 +174,32 @@ def test_no_deviation_is_beyond_a_float(tmp_path: Path) -> None:
     (tmp_path / "wide.json").write_text(json.dumps(content))
     with pytest.raises(InputError, match="log_sd"):
         load_engine(tmp_path / "wide.json")
+
+
+def test_kernels_hide_a_share_of_the_launches() -> None:
+    """A layer takes launches and kernels, less the hidden share of the shorter ones; all hidden: the longer ones."""
+    layers_s = {
+        (launch_s, share): ttft_s(with_host(launch_s=launch_s, hidden_share=share))
+        for launch_s in (0.0, 2e-6, 1e-3)
+        for share in (0.0, 0.3, 1.0)
+    }
+    assert layers_s[0.0, 1.0] == layers_s[0.0, 0.0]
+    few_s = layers_s[2e-6, 0.0] - layers_s[0.0, 0.0]
+    assert layers_s[2e-6, 1.0] == pytest.approx(layers_s[0.0, 0.0], rel=1e-9), "kernels hide all launches"
+    assert layers_s[2e-6, 0.0] - layers_s[2e-6, 0.3] == pytest.approx(0.3 * few_s)
+    hidden = [layers_s[1e-3, 0.0] - layers_s[1e-3, share] for share in (0.3, 1.0)]
+    assert hidden[0] == pytest.approx(0.3 * hidden[1]), "launches hide the kernels of the layers"
+    assert hidden[1] < layers_s[0.0, 0.0]
+
+
+def test_older_builds_launch_as_they_did() -> None:
+    newest = load_engine("sglang")
+    older = load_engine("sglang@0.5.9")
+    assert newest.older is not None
+    assert older.host.hidden_share == newest.older.hidden_share < newest.host.hidden_share == 1.0
+    factor = newest.versions["0.5.9"]
+    assert older.host.launch_s == pytest.approx(factor * newest.older.launch * newest.host.launch_s)
+    assert load_engine("sglang@0.5.16").host == newest.host
+    assert load_engine("sglang@nightly").host == newest.host
+    assert is_before("0.5.9", "0.5.10")
+    assert not is_before("0.5.10", "0.5.10")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.building import Draws, any_divisible, draws, examples, executed
 from tests.building.scenarios import any_rows
 
 QWEN: dict[str, Any] = {"model": "qwen3-30b-a3b", "cluster": "h100-nvlink", "ctx": "4k", "gpus": 8}
+EXCHANGE = ("dispatch", "experts", "combine")  # operations of experts on several nodes
 NAMES = (
     "tp",
     "tp+ep",
@@ -134,6 +136,37 @@ def test_all_tokens_go_round_twice_in_a_layer() -> None:
     assert exchanges[0].seconds.item() == pytest.approx(
         scenario.host.collective_s + path.gather_launch_s + 7 * float(step_s)
     )
+
+
+def test_tokens_go_once_to_each_node_with_an_expert() -> None:
+    """Over nodes, data groups send a token once to each node that has one of its experts, and there to its GPUs."""
+    asked = QWEN | {"cluster": "2x8xh100", "gpus": 16}
+    strategy = get_strategy("dp16+ep16")
+    scenario = make_scenario(**asked, batch=16)[0]
+    execution = place(scenario, strategy)
+    ops = build_program(execution, columns((4096,))).layers[0][0]
+    names = [op.name for op in ops if isinstance(op, Collective | Compute) and op.name in EXCHANGE]
+    assert names == list(EXCHANGE)
+    dispatch = next(op for op in ops if isinstance(op, Collective) and op.name == "dispatch")
+    model = scenario.model
+    layer = model.layers[0]
+    whole, chosen = layer.num_experts, layer.num_experts_per_tok
+
+    def reach(experts: int) -> float:
+        return 1 - math.comb(whole - experts, chosen) / math.comb(whole, chosen)
+
+    token_bytes = 4096 * model.hidden_size * 2
+    across = reach(whole // 2) * token_bytes
+    inside = 15 * reach(whole // 16) * token_bytes
+    assert dispatch.nbytes.item() == pytest.approx(across + inside)
+    near = scenario.cluster.path(0, 1)
+    far = scenario.cluster.path(0, 8)
+    busy_s = max(float(near.busy_s(np.array(inside))), float(far.busy_s(np.array(across))))
+    expected_s = execution.placed.host.collective_s + busy_s + near.latency_s + far.latency_s
+    assert dispatch.seconds.item() == pytest.approx(expected_s)
+    group = execution.placed.gather
+    assert group is not None
+    assert dispatch.seconds.item() < group.all_gather_s(np.array(16.0 * token_bytes))
 
 
 def test_a_prompt_per_data_group() -> None:

@@ -120,6 +120,17 @@ def test_types_and_experts() -> None:
     assert "enable_attention_dp: true" in launched("trtllm", "dp8+ep8", **LATENT).files["trtllm.yaml"]
 
 
+def test_data_groups_on_several_nodes_exchange_tokens_by_all_to_all() -> None:
+    """As they are simulated: inside a node, engines gather all tokens, which is their default."""
+    two_nodes = LATENT | {"cluster": "2x8xh200", "gpus": 16}
+    result = options(launched("sglang", "dp16+ep16", **two_nodes))
+    assert result["--moe-a2a-backend"] == "deepep"
+    deployment = launched("vllm", "dp16+ep16", **two_nodes)
+    assert options(deployment)["--all2all-backend"] == "deepep_high_throughput"
+    assert any("DeepEP" in note for note in deployment.notes)
+    assert "--all2all-backend" not in options(launched("vllm", "dp8+ep8", **LATENT))
+
+
 def test_lengths_end_where_the_positions_do() -> None:
     """The model's positions limit the length of a sequence; longer prompts and plans that do not fit are refused."""
     assert options(launched("vllm", "tp", **LLAMA, ctx="128k"))["--max-model-len"] == "131072"

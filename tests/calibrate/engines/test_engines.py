@@ -10,7 +10,7 @@ import numpy as np
 import pandas
 import pytest
 
-from calibrate.engines.fit import ENGINES, SPLITS, TERMS, fit, left_out, log_errors
+from calibrate.engines.fit import ENGINES, FORM, SPLITS, TERMS, fit, is_new_build, left_out, log_errors
 from calibrate.engines.prefills import steps_of
 from calibrate.engines.records import shipped_seconds
 from calibrate.engines.settings import Settings, read_settings
@@ -29,8 +29,11 @@ def made_up(model_factor: float = 1.0) -> Settings:
                 for tokens in (922, 7373):
                     kernel_s = tokens * rng.uniform(1e-5, 8e-5)
                     factor = model_factor if (engine, model) == ("sglang", "mixture") else 1.0
-                    seconds = request_s + token_s * tokens + launch_s * factor * count + scale * kernel_s
-                    row = {"model": model, "model_type": model, "gpu": gpu, "engine": engine, "engine_version": "1.0"}
+                    launches_s = launch_s * factor * count
+                    seconds = request_s + token_s * tokens + launches_s + scale * kernel_s
+                    seconds -= FORM.hidden_share * min(launches_s, scale * kernel_s)
+                    row = {"model": model, "model_type": model, "gpu": gpu, "engine": engine, "engine_version": "0.1"}
+                    row["kind"] = model
                     rows.append(row | {"precision": "fp8", "tp": 1, "moe_ep": 1, "mode": "agg"})
                     rows[-1] |= {"context_tokens": tokens, "nominal_isl": tokens, "prefill_s": seconds}
                     launches.append(count)
@@ -81,9 +84,13 @@ def test_long_prompts_take_steps(row: dict[str, str], strategy: str, pieces: lis
 def test_a_model_type_has_launches_of_its_own() -> None:
     settings = made_up(model_factor=3.0)
     every = np.ones(len(settings), dtype=bool)
-    factors = fit(settings, every).model_types
-    assert factors["sglang", "mixture"] - factors["sglang", "dense"] == pytest.approx(np.log(3.0), abs=0.3)
-    assert abs(factors["vllm", "mixture"]) < 0.3
+    constants = fit(settings, every)
+    seconds = {
+        name: np.exp(constants.by_engine[name][2] + constants.type_factor(name, "mixture", "mixture"))
+        for name in ("sglang", "vllm")
+    }
+    assert seconds["sglang"] > 2 * TRUTH["sglang"][2], "shrunk, but most of the factor of 3 is there"
+    assert seconds["vllm"] == pytest.approx(TRUTH["vllm"][2], rel=0.5)
 
 
 def test_a_model_type_that_an_engine_did_not_run_is_as_on_the_others() -> None:
@@ -93,8 +100,38 @@ def test_a_model_type_that_an_engine_did_not_run_is_as_on_the_others() -> None:
     slower = replace(settings, rows=rows)
     known = ~(slow & (settings.of("engine") == "trtllm"))
     constants = fit(slower, known)
-    assert constants.type_factor("trtllm", "mixture") == constants.shared_types["mixture"] > 0.2
-    assert constants.type_factor("trtllm", "unknown") == 0.0
+    common = constants.mixtures + constants.shared_types["mixture"]
+    assert constants.type_factor("trtllm", "mixture", "mixture") == pytest.approx(common)
+    assert common > 0.2
+    assert constants.type_factor("trtllm", "unknown", "dense") == 0.0
+    assert constants.type_factor("trtllm", "unknown", "mixture") == constants.mixtures
+
+
+def test_a_slow_host_is_a_factor_of_its_gpu() -> None:
+    settings = made_up()
+    on_b200 = settings.of("gpu") == "b200"
+    launches_s = np.array([TRUTH[name][2] for name in settings.of("engine")]) * settings.launches
+    slower = replace(settings, rows=settings.rows.assign(prefill_s=settings.rows.prefill_s + on_b200 * launches_s))
+    systems = fit(slower, np.ones(len(settings), dtype=bool)).systems
+    assert systems["b200"] - systems["h100"] > 0.3
+
+
+def test_the_newest_builds_tell_only_how_they_launch_kernels() -> None:
+    settings = made_up()
+    is_sglang = settings.of("engine") == "sglang"
+    newest = settings.where(is_sglang)
+    quick = 0.5 * TRUTH["sglang"][2] * newest.launches
+    kernels_s = TRUTH["sglang"][3] * newest.kernels_s
+    prefill_s = 5e-3 + 1e-6 * newest.of("context_tokens") + np.maximum(quick, kernels_s)
+    newest = replace(newest, rows=newest.rows.assign(engine_version="0.5.13", prefill_s=prefill_s))
+    both = settings.joined(newest)
+    every = np.ones(len(both), dtype=bool)
+    constants = fit(both, every)
+    assert is_new_build(both).sum() == is_sglang.sum()
+    assert constants.builds["sglang"] < -0.2
+    alone = fit(settings, np.ones(len(settings), dtype=bool))
+    assert all(np.array_equal(constants.by_engine[name], alone.by_engine[name]) for name in ENGINES)
+    assert ("sglang", "0.5.13") not in constants.versions
 
 
 @pytest.mark.parametrize("split", [*SPLITS, "engine"])
@@ -126,7 +163,7 @@ def test_launches_and_kernels_are_those_of_the_simulator(tmp_path: Path) -> None
     assert settings.launches == pytest.approx([44, 44], rel=1e-3)  # eleven per layer
     seconds = shipped_seconds(settings)
     host = load_engine("vllm").host_of("llama")
-    terms = host.request_s + 1024 * host.token_s + host.launch_s * settings.launches[0]
+    terms = host.request_s + 1024 * host.token_s + (1 - host.hidden_share) * host.launch_s * settings.launches[0]
     assert seconds[0] > terms > 0
     with pytest.raises(InputError, match="--configs"):
         read_settings(tmp_path / "settings.csv", tmp_path / "nothing")
@@ -137,6 +174,6 @@ def test_records_say_what_was_measured(name: str) -> None:
     engine = load_engine(name)
     assert engine.fit is not None
     assert engine.has_share_interval
-    assert all((engine.models, engine.gpus, engine.versions))
+    assert all((engine.models, engine.gpus, engine.versions, engine.systems))
     assert set(engine.models) <= set(engine.model_types) == set(load_engine("serving").model_types)
     assert set(TERMS) <= set(engine.spread)
