@@ -1,8 +1,9 @@
-"""Advice: changes of the question that make the answer faster, each simulated.
+"""Advice: changes of the question that make the answer faster, or as fast with fewer GPUs, each simulated.
 
 A change is simulated for the strategies that were fastest without it and for strategies of the same kinds. The plan of
 the changed question compares these strategies among others, so its TTFT is the one here or a shorter one (within the
-2 % inside which a plan prefers what is easier to deploy).
+2 % inside which a plan prefers what is easier to deploy). The first simulations of all changes together take no more
+modelled work than the plan's search budget; changes for which it does not suffice are named.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 from kvrsim.arguments import SearchArgs
@@ -21,7 +23,17 @@ from kvrsim.results.results import NEAR, Advice
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.units import format_tokens
-from planner.candidates import Candidate, ComparedStrategies, Search, all_for, could_fit, rare_for, search_all
+from planner.candidates import (
+    FIRST_SHARE,
+    Candidate,
+    ComparedStrategies,
+    Search,
+    all_for,
+    could_fit,
+    first_s,
+    rare_for,
+    search_all,
+)
 from planner.estimate import estimate_s
 from planner.limits import OPERATIONS
 
@@ -45,8 +57,16 @@ class Change(NamedTuple):
     least_gain: float = _LEAST_GAIN
 
 
-def advice_of(best: Candidate, ranked: Sequence[Candidate], search: Search, *, is_named: bool) -> tuple[Advice, ...]:
-    """The changes that make the best candidate's question faster, those of the engine's launch first.
+class Advised(NamedTuple):
+    """What simulated changes of the question do to the best candidate's TTFT."""
+
+    faster: tuple[Advice, ...] = ()  # changes with a shorter TTFT
+    as_fast: Advice | None = None  # half the GPUs, if they are as fast within 2 %, and not faster
+    not_tried: tuple[str, ...] = ()  # options of the changes whose simulations take longer than the search budget
+
+
+def advice_of(best: Candidate, ranked: Sequence[Candidate], search: Search, *, is_named: bool) -> Advised:
+    """The changes that make the best candidate's question faster, those of the engine's launch first; and fewer GPUs.
 
     ranked: the plan's candidates, what fits first, then the fastest first.
     is_named: whether the user named the strategies; then no others are tried.
@@ -60,31 +80,46 @@ def advice_of(best: Candidate, ranked: Sequence[Candidate], search: Search, *, i
     is_searched = best.strategy.partition_rule == "searched-pieces" or is_bus
     budget_s = _BUDGET_SHARE * search.options.search_budget if is_searched else 0.0
     is_short = search.options.search_budget < SearchArgs().search_budget  # it may end before the advised strategy
-    budget = SearchArgs(stride=search.options.stride, search_budget=budget_s)
-    quiet = replace(search, options=budget, on_progress=None, on_candidate=None)
+    quiet = replace(search, on_progress=None, on_candidate=None)
+    left_s = search.options.search_budget
     tried = [one.strategy for one in ranked]
     if not is_named:
         kinds = _KINDS_ON_A_BUS if is_bus else _KINDS
         fit = [one for one in ranked if one.fits]
         tried = [one.strategy for one in fit if engine is None or engine.has(one.execution)][:kinds]
     found = list[Advice]()
+    as_fast: Advice | None = None
+    not_tried = list[str]()
     for change in changes(best, search.cluster_gpus or scenario.num_gpus):
         executions = _named(change.scenario, tried) if is_named else _alike(change.scenario, tried)
         launched = [one for one in executions if _fits(one) and (engine is None or engine.has(one))]
         if not is_named:
             launched = _likeliest(launched, ranked)
-        compared = ComparedStrategies(executions=tuple(launched), limited=True)
-        by_name = search_all(compared, quiet).by_name
+        affordable = list[Execution]()
+        for execution in launched:
+            if first_s(execution) <= left_s:
+                affordable.append(execution)
+                left_s -= first_s(execution)
+        if launched and not affordable:
+            not_tried.append(change.options)
+        if not affordable:
+            continue
+        first_simulations_s = sum(map(first_s, affordable)) / FIRST_SHARE
+        options = SearchArgs(stride=search.options.stride, search_budget=budget_s + first_simulations_s)
+        compared = ComparedStrategies(executions=tuple(affordable), limited=True)
+        by_name = search_all(compared, replace(quiet, options=options)).by_name
         fitting = [candidate for candidate in by_name.values() if candidate.fits]
         if not fitting:
             continue
         fastest = min(fitting, key=lambda candidate: candidate.ttft_s)
         if fastest.ttft_s < best.ttft_s * (1 - change.least_gain):
-            options = change.options
+            words = change.options
             if is_short and not is_named:
-                options += f" --strategies {fastest.strategy.name}"
-            found.append(Advice(change=options, ttft_s=fastest.ttft_s))
-    return tuple(found)
+                words += f" --strategies {fastest.strategy.name}"
+            found.append(Advice(change=words, ttft_s=fastest.ttft_s))
+        elif change.scenario.num_gpus < scenario.num_gpus and fastest.ttft_s <= best.ttft_s * NEAR:
+            as_fast = Advice(change=change.options, ttft_s=fastest.ttft_s)
+    return Advised(tuple(found), as_fast, tuple(not_tried))
 
 
 def changes(best: Candidate, most_gpus: int) -> Iterator[Change]:
@@ -126,8 +161,12 @@ def _is_limited_by_attention(best: Candidate) -> bool:
 
 def _alike(scenario: Scenario, strategies: Sequence[Strategy]) -> list[Execution]:
     """The strategies that run here, the rare ones as well, that differ from these in their sizes only."""
-    kinds = {_kind(one) for one in strategies}
-    return [one for one in (*all_for(scenario)[0], *rare_for(scenario)) if _kind(one.strategy) in kinds]
+    kinds = {_kind(strategy.name) for strategy in strategies}
+
+    def is_alike(name: str) -> bool:
+        return _kind(name) in kinds
+
+    return [*all_for(scenario, is_alike)[0], *rare_for(scenario, is_alike)]
 
 
 def _named(scenario: Scenario, strategies: Sequence[Strategy]) -> list[Execution]:
@@ -150,16 +189,20 @@ def _fits(execution: Execution) -> bool:
 
 def _likeliest(executions: Sequence[Execution], ranked: Sequence[Candidate]) -> list[Execution]:
     """Those with the shortest estimates; an estimate is off by as much as for the plan's best of its kind."""
-    factors = dict[str, float]()
+    first = dict[str, Candidate]()  # the plan's best, by kind
     for candidate in ranked:
-        factors.setdefault(_kind(candidate.strategy), candidate.ttft_s / estimate_s(candidate.execution))
+        first.setdefault(_kind(candidate.strategy.name), candidate)
+
+    @cache
+    def factor(kind: str) -> float:
+        return first[kind].ttft_s / estimate_s(first[kind].execution)
 
     def likely_s(execution: Execution) -> float:
-        return factors[_kind(execution.strategy)] * estimate_s(execution)
+        return factor(_kind(execution.strategy.name)) * estimate_s(execution)
 
     return sorted(executions, key=likely_s)[:_MOST_TRIED]
 
 
-def _kind(strategy: Strategy) -> str:
-    """The strategy's name without sizes: "tp+kvr-s" for tp2+kvr-s."""
-    return re.sub(r"\d+", "", strategy.name)
+def _kind(name: str) -> str:
+    """A strategy's name without sizes: "tp+kvr-s" for tp2+kvr-s."""
+    return re.sub(r"\d+", "", name)

@@ -82,8 +82,8 @@ _OUTSIDE_ALL = "not among all; --strategies NAME tries them"
 _SLOW = f"more than {_FAR:g} times as slow by an estimate; --strategies NAME tries them"
 _TOO_LARGE = "they need more memory than a GPU may use"
 _EQUAL_LAYERS = 8  # layers of one kind that are simulated until times advance steadily
-_FIRST_SHARE = 2.0  # share of the search budget for first simulations that take long
-_CHEAP_S = 0.25  # strategies whose first simulation takes less are always compared
+FIRST_SHARE = 3.0  # share of the search budget for first simulations that take long
+_CHEAP_S = 0.3  # strategies whose first simulation takes less are always compared
 _CHEAP_ERRORS_S = 0.1  # sources of errors are simulated if all their simulations of a strategy take less
 
 
@@ -508,19 +508,12 @@ def _first_candidates(compared: ComparedStrategies, search: Search, *, limited: 
     trial = _Trial(compared, search, limited)
     long = list[Execution]()
     for execution in compared.executions:
-        if limited and _first_s(execution) > _CHEAP_S:
+        if limited and first_s(execution) > _CHEAP_S:
             long.append(execution)
         else:
             trial.run(execution)
-    long.sort(key=_first_s)
-    others = list[Execution]()
-    for execution in long:
-        if execution.strategy.baseline_rank is None:
-            others.append(execution)
-        elif trial.has_time_for(execution):
-            trial.run_within_budget(execution)
     if limited:
-        trial.run_the_likely(others, _FAR, _SLOW)
+        trial.run_the_likely(long, _FAR, _SLOW)
         if trial.any_fits:
             trial.run_the_likely(compared.rare, 1 - _LEAST_GAIN, _RARE)
     else:
@@ -543,7 +536,7 @@ class _Trial:
         self.limited = limited
         self.by_name: dict[str, Candidate] = {}
         self.not_tried: dict[str, list[str]] = {}  # names of strategies, by the reason
-        self.left_s = _FIRST_SHARE * search.options.search_budget  # for simulations that take long
+        self.left_s = FIRST_SHARE * search.options.search_budget  # for simulations that take long
         self.for_searches_s = search.options.search_budget
 
     @property
@@ -556,7 +549,7 @@ class _Trial:
         strategy = execution.strategy
         by_name = self.by_name
         is_rough = self.limited and strategy.partition_rule in _MOST_GAIN
-        if strategy.name == KVR_S.name and _first_s(execution) <= _CHEAP_S and self.for_searches_s > 0:
+        if strategy.name == KVR_S.name and first_s(execution) <= _CHEAP_S and self.for_searches_s > 0:
             is_rough = False
         if is_rough:
             by_name[strategy.name] = _rough(execution, by_name)
@@ -581,7 +574,7 @@ class _Trial:
 
     def run_within_budget(self, execution: Execution) -> None:
         """Make the candidate, at the expense of the budget."""
-        self.left_s -= _first_s(execution)
+        self.left_s -= first_s(execution)
         self.run(execution)
 
     def has_time_for(self, execution: Execution, *, is_needed: bool = False) -> bool:
@@ -589,7 +582,7 @@ class _Trial:
 
         is_needed: whether the budget does not count, as long as nothing fits.
         """
-        if _first_s(execution) <= self.left_s or is_needed or not self.any_fits:
+        if first_s(execution) <= self.left_s or is_needed or not self.any_fits:
             return True
         self.leave_out(execution, _TOO_LONG)
         return False
@@ -776,14 +769,15 @@ def _work(execution: Execution, pieces: int) -> _Work:
 
 
 @once
-def _first_s(execution: Execution) -> float:
+def first_s(execution: Execution) -> float:
     """Modelled CPU seconds of the first simulation of a strategy; of a pipeline, of all its numbers of even pieces."""
     ranks = execution.cluster.num_gpus
     pieces = min(execution.request.new_tokens, ranks)
     work = _work(execution, pieces)
-    if execution.strategy.partition_rule == "search" and not execution.cluster.shares_bandwidth:
+    is_bus = execution.cluster.shares_bandwidth
+    if execution.strategy.partition_rule == "search" and not execution.strategy.near_chain and not is_bus:
         return sum(work) + _SECONDS_A_BALANCE * ranks * len(execution.placed.share.layer_kinds)
-    if execution.strategy.pipeline is None or execution.cluster.shares_bandwidth:
+    if execution.strategy.pipeline is None or is_bus:
         return sum(work)
     steps = 2 * pieces + ranks * pieces.bit_length()  # of all numbers of pieces: 1, 2, 4, ...
     kinds = _SEVERAL_KINDS if len(execution.placed.share.layer_kinds) > 1 else 1.0
@@ -830,17 +824,25 @@ def distinct(names: Iterable[str | Strategy]) -> tuple[Strategy, ...]:
     return tuple(by_name.values())
 
 
-def all_for(scenario: Scenario) -> tuple[tuple[Execution, ...], tuple[str, ...]]:
+def _any_name(_: str) -> bool:
+    return True
+
+
+def all_for(
+    scenario: Scenario, is_meant: Callable[[str], bool] = _any_name
+) -> tuple[tuple[Execution, ...], tuple[str, ...]]:
     """Every strategy that runs here without a table, hybrids included; and a note on those that do not run.
 
-    Layouts that spread experts as engines do are included if some engine has them.
+    Layouts that spread experts as engines do are included if some engine has them. is_meant: whether a strategy of this
+    name is considered.
     """
     num_gpus = scenario.cluster.num_gpus
     per_node = scenario.cluster.gpus_per_node
-    executions, notes = _allowed(scenario, names_in_all(num_gpus, per_node, has_states=_has_states(scenario)))
+    names = names_in_all(num_gpus, per_node, has_states=_has_states(scenario))
+    executions, notes = _allowed(scenario, tuple(filter(is_meant, names)))
     if not _is_mixture(scenario):
         return executions, notes
-    spread, _ = _allowed(scenario, names_with_spread_experts(num_gpus, per_node))
+    spread, _ = _allowed(scenario, tuple(filter(is_meant, names_with_spread_experts(num_gpus, per_node))))
     return (*executions, *filter(engines_with, spread)), notes
 
 
@@ -853,10 +855,14 @@ def _is_mixture(scenario: Scenario) -> bool:
     return any(layer.num_experts for layer in scenario.model.layer_kinds)
 
 
-def rare_for(scenario: Scenario) -> tuple[Execution, ...]:
-    """Strategies outside `all` that run here without a table: hybrids and layouts that are rarely the fastest."""
-    known = {execution.layout for execution in all_for(scenario)[0]}
-    allowed, _ = _allowed(scenario, rare_names(scenario.num_gpus, is_mixture=_is_mixture(scenario)))
+def rare_for(scenario: Scenario, is_meant: Callable[[str], bool] = _any_name) -> tuple[Execution, ...]:
+    """Strategies outside `all` that run here without a table: hybrids and layouts that are rarely the fastest.
+
+    is_meant: whether a strategy of this name is considered.
+    """
+    known = {execution.layout for execution in all_for(scenario, is_meant)[0]}
+    names = filter(is_meant, rare_names(scenario.num_gpus, is_mixture=_is_mixture(scenario)))
+    allowed, _ = _allowed(scenario, tuple(names))
     return tuple(execution for execution in allowed if execution.layout not in known)
 
 

@@ -33,7 +33,7 @@ from kvrsim.results.results import (
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import BASELINES, KVR_E, KVR_S, STRATEGIES, Strategy, label_of
 from kvrsim.units import format_bytes
-from planner.advice import advice_of
+from planner.advice import Advised, advice_of
 from planner.candidates import (
     Candidate,
     ComparedStrategies,
@@ -146,8 +146,20 @@ class _Comparison:
         return self.ranking.bounds()
 
     @cached_property
-    def advice(self) -> tuple[Advice, ...]:
+    def _advised(self) -> Advised:
         return self.ranking.advice(self.search, is_named=self.is_named)
+
+    @property
+    def advice(self) -> tuple[Advice, ...]:
+        return self._advised.faster
+
+    @property
+    def as_fast(self) -> Advice | None:
+        return self._advised.as_fast
+
+    @property
+    def advice_not_tried(self) -> tuple[str, ...]:
+        return self._advised.not_tried
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -419,10 +431,10 @@ class Ranking:
             return []
         return [note("timeline error", strategies=", ".join(far), error=f"{100 * max(errors.values()):.1g} %")]
 
-    def advice(self, search: Search, *, is_named: bool) -> tuple[Advice, ...]:
-        """Simulated changes of the question that are faster; none under noise, or if no candidate fits."""
+    def advice(self, search: Search, *, is_named: bool) -> Advised:
+        """Simulated changes of the question; none under noise, or if no candidate fits."""
         if self.noisy or not self.best.fits:
-            return ()
+            return Advised()
         return advice_of(self.best, self.ranked, search, is_named=is_named)
 
     # -- notes

@@ -427,7 +427,7 @@ class NotTried:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """A change of the question that was simulated and is faster."""
+    """A change of the question that was simulated."""
 
     change: str  # the options to add to the question
     ttft_s: float  # TTFT of the best plan that was simulated under the change
@@ -440,6 +440,10 @@ class PlanSource(Protocol):
     def bounds(self) -> Bounds: ...
     @property
     def advice(self) -> tuple[Advice, ...]: ...
+    @property
+    def as_fast(self) -> Advice | None: ...
+    @property
+    def advice_not_tried(self) -> tuple[str, ...]: ...
     @property
     def limits(self) -> tuple[Limit, ...]: ...
     @property
@@ -483,6 +487,16 @@ class Plan(Answer):
     def advice(self) -> tuple[Advice, ...]:
         """Simulated changes of the question that are faster, the fastest first."""
         return self.source.advice
+
+    @property
+    def as_fast(self) -> Advice | None:
+        """Half the GPUs, if a simulation says that they are as fast within 2 %, and not faster."""
+        return self.source.as_fast
+
+    @property
+    def advice_not_tried(self) -> tuple[str, ...]:
+        """Options of the changes that were not simulated, because that takes longer than the search budget."""
+        return self.source.advice_not_tried
 
     @property
     def limits(self) -> tuple[Limit, ...]:
@@ -620,7 +634,8 @@ class Plan(Answer):
         if deployable is not None:
             content["deployable"] = deployable.headline() | {"engines": list(deployable.engines)}
         content |= fields_to_json(self, "baseline", "not_compared", "not_tried", "strategies", "bounds", "search")
-        content |= fields_to_json(self, "provenance", "interval_coverage", "promise", "limits", "advice", "shortfall")
+        content |= fields_to_json(self, "provenance", "interval_coverage", "promise", "limits", "advice")
+        content |= fields_to_json(self, "as_fast", "advice_not_tried", "shortfall")
         content["warnings"] = list(self.warnings)
         if self.measured_s:
             content["measured_s"] = dict(self.measured_s)

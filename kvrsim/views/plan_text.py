@@ -244,6 +244,11 @@ def sentences(plan: Plan) -> Iterator[str]:
         faster = f" Faster, simulated: {helps}." if helps else ""
         operation = f"{top.operation[0].upper()}{top.operation[1:]}"
         yield f"{operation} {verb} the TTFT ({top.share * 100:.0f} % of the critical path).{faster}"
+    if plan.as_fast is not None:
+        fewer = f"{plan.as_fast.change}: {format_seconds(plan.as_fast.ttft_s)}"
+        yield f"Half of the GPUs are as fast within 2 %, simulated: {fewer}."
+    if plan.advice_not_tried:
+        yield f"Not simulated, because it takes longer than --search-budget: {'; '.join(plan.advice_not_tried)}."
     if not answers_the_paper:
         yield from _runahead(plan)
     yield from _launchers(plan)

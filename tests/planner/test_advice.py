@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 import kvrsim
+import planner.advice as module
 from kvrsim.arguments import ScenarioArgs
 from kvrsim.builder import build_scenario
 from kvrsim.units import format_seconds
 from kvrsim.views.plan_text import sentences
+from planner.candidates import ComparedStrategies, Comparison, Search, first_s, search_all
 
 MIXTURE = {"model": "qwen3-30b-a3b", "cluster": "8xh100", "ctx": "4k"}
 QUESTIONS: tuple[dict[str, Any], ...] = (
@@ -95,9 +97,38 @@ def test_there_is_no_advice_where_nothing_fits_or_under_noise() -> None:
 def test_with_a_short_budget_the_advice_names_its_strategy() -> None:
     """A plan of the changed question with such a budget may end before it comes to that strategy."""
     question: dict[str, Any] = {"model": "internlm-20b", "cluster": "4xl40s", "ctx": "16k", "cached_prefix": 8192}
-    plan = kvrsim.plan(**question, engine="sglang", search_budget="0.1s")
+    plan = kvrsim.plan(**question, engine="sglang", search_budget="1s")
     (advice,) = plan.advice
     change, name = advice.change.split(" --strategies ")
     assert change == "--dtype fp8"
-    changed = kvrsim.plan(**question, engine="sglang", search_budget="0.1s", dtype="fp8", strategies=name)
+    changed = kvrsim.plan(**question, engine="sglang", search_budget="1s", dtype="fp8", strategies=name)
     assert changed.best.ttft_s <= advice.ttft_s * 1.001
+
+
+@pytest.mark.parametrize("ctx", [128, 256, 512, 1024, 2048, 8192])
+def test_half_of_the_gpus_are_named_where_they_are_as_fast(ctx: int) -> None:
+    question: dict[str, Any] = {"model": "llama-3.1-8b", "cluster": "8xh100", "ctx": ctx, "strategies": ["tp", "kvr-s"]}
+    plan = kvrsim.plan(**question)
+    fewer_s = kvrsim.plan(**question, gpus=4).fastest.ttft_s
+    is_near = 0.99 * plan.best.ttft_s <= fewer_s <= 1.02 * plan.best.ttft_s
+    assert (plan.as_fast is not None) == is_near
+    if plan.as_fast is not None:
+        assert (plan.as_fast.change, plan.as_fast.ttft_s) == ("--gpus 4", pytest.approx(fewer_s))
+        assert format_seconds(plan.as_fast.ttft_s) in " ".join(sentences(plan))
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.01, 1.5])
+def test_the_first_simulations_of_changes_keep_to_the_budget(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in modelled seconds. Changes that cost more are named."""
+    spent = list[float]()
+
+    def counted(compared: ComparedStrategies, search: Search) -> Comparison:
+        spent.extend(map(first_s, compared.executions))
+        return search_all(compared, search)
+
+    monkeypatch.setattr(module, "search_all", counted)
+    plan = kvrsim.plan(model="qwen3.5-35b-a3b", cluster="2x8xh100", ctx="16k", search_budget=budget)
+    assert {*(one.change.split(" --strategies ")[0] for one in plan.advice)}.isdisjoint(plan.advice_not_tried)
+    assert sum(spent) <= budget
+    if budget == 0.0:
+        assert plan.advice_not_tried

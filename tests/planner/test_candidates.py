@@ -11,14 +11,17 @@ import kvrsim
 from kvrsim.arguments import SearchArgs
 from kvrsim.errors import InputError
 from kvrsim.executors.access import execution_of
-from kvrsim.executors.run import run_partition
+from kvrsim.executors.run import Runner, run_partition
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import get_strategy
 from planner.candidates import (
+    _CHEAP_S,
+    FIRST_SHARE,
     Candidate,
     ComparedStrategies,
     Search,
     all_for,
+    first_s,
     least_bytes,
     rare_for,
     search_all,
@@ -249,3 +252,33 @@ def test_waits_and_memory_cover_every_group_of_gpus() -> None:
     scenario = scenario_of(gpus=8, model="deepseek-v3", cluster="8xh200", batch=2)
     one = Search().candidate(execution_of(scenario, get_strategy("dp2+tp4")))
     assert len(one.waits) == len(one.memory) == 8
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.5, 1.5])
+def test_long_first_simulations_keep_to_the_budget(budget: float) -> None:
+    """Counted in modelled seconds; what is left out is named."""
+    question = {"model": "qwen3.5-35b-a3b", "cluster": "32x8xh100", "ctx": "64k"}
+    compared = strategies_to_compare(kvrsim.make_scenario(**question)[0], None)
+    seconds = {one.strategy.name: first_s(one) for one in (*compared.executions, *compared.rare)}
+    long = [name for name, first in seconds.items() if first > _CHEAP_S]
+    comparison = search_all(compared, Search(options=SearchArgs(search_budget=budget)))
+    tried = sum(seconds[name] for name in long if name in comparison.by_name)
+    assert tried <= FIRST_SHARE * budget
+    not_tried = {name for group in comparison.not_tried for name in group.strategies}
+    assert {*comparison.by_name, *not_tried} == set(seconds)
+
+
+def test_errors_and_limits_of_a_slow_strategy_are_not_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = kvrsim.make_scenario(model="llama-3.1-8b", cluster="16x8xh100", ctx="64k", engine="vllm")[0]
+    one = Search().candidate(execution_of(scenario, get_strategy("ring")))
+    assert one.is_slow
+    assert one.ttft_s > 0
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a simulation")
+
+    monkeypatch.setattr(Runner, "finish_s", refuse)
+    assert one.interval.low_s < one.ttft_s < one.interval.high_s
+    assert one.sensitivities == one.estimated_sensitivities
+    assert 0.9 < sum(limit.share for limit in one.limits) < 1.01
+    assert 0 <= one.exposed_comm_s < one.ttft_s
