@@ -59,7 +59,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     page.meta["search"] = {"boost": 0.3 if last else first.get(source, 1)}
     if page.file.src_uri == "reference/api.md":
         markdown += python_reference()
-    origin = _elsewhere().get(page.file.src_uri)
+    origin = _elsewhere().get(source)
+    if source.startswith("notebooks/"):
+        origin = source
     folder = os.path.dirname(origin if origin is not None else f"docs/{page.file.src_uri}")
 
     def rewritten(match: re.Match[str]) -> str:
