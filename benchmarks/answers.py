@@ -190,7 +190,7 @@ def maps() -> Iterator[str]:
 
 def fleets() -> Iterator[str]:
     """Capacity plans."""
-    for extra in ("", "--uniform-only", "--percentile 90", "--pack-tokens 4k", "--sure"):
+    for extra in ("", "--uniform-only", "--percentile 90", "--max-num-batched-tokens 4k", "--sure"):
         yield f"capacity llama-7b a100-nvlink {WORKLOAD} --replications 2 {extra}"
     yield f"capacity {WORKLOAD} --replications 2 {DENSE}"
     decoding = "--tpot 30ms --kv-transfer-bandwidth 50GB/s --price-per-gpu-hour 2"

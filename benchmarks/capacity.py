@@ -181,7 +181,7 @@ def searched(machine: dict[str, str], requests: str, slo_s: float) -> list[Fleet
     workload = request.source.workload(0)
     times = cached_times(machine, requests)
     finder = FleetSearch(FleetSimulator(request, [workload], times))
-    return finder.mixed(finder.fits(finder.uniform()))
+    return finder.mixed(finder.fits(finder.uniform(finder.types)))
 
 
 _TIMES: dict[str, ServiceTimes] = {}
@@ -238,7 +238,7 @@ def early_ranks(folder: Path) -> list[str]:
     ]
     request = CapacityRequest(source=source, target=Target(slo_s=2.0, percentile=99.0), limits=FleetLimits())
     finder = FleetSearch(FleetSimulator(request, [workload], times))
-    for fit in finder.fits([design for design in finder.uniform() if design[0].type.gpus > 1]):
+    for fit in finder.fits([design for design in finder.uniform(finder.types) if design[0].type.gpus > 1]):
         (group,) = fit.design
         service = times.service(group.type, workload)
         shown = early(service, workload, group.replicas), held(service, workload, group.replicas)

@@ -52,10 +52,7 @@ def verdict(plan: CapacityPlan) -> str:
     fleet = plan.first
     reached = format_time(fleet.target_ttft_s)
     if plan.answer is not None:
-        text = f"{size_and_price(plan)}: {fleet.describe()}. {ordinal(plan.percentile)} percentile {reached}."
-        if fleet.unserved:
-            text += f" It serves {served_words(fleet)}."
-        return text
+        return f"{signature(plan)} {fleet_words(plan)}"
     if fleet.unserved == fleet.requests:
         return f"No fleet meets the target. None serves any of the {fleet.requests} requests."
     if fleet.no_decode is not None:
@@ -66,6 +63,16 @@ def verdict(plan: CapacityPlan) -> str:
     elif fleet.target_ttft_s <= plan.slo_ttft_s:
         result += ", but the upper end of its interval is above the target"
     return f"No fleet meets the target. The nearest miss, {fleet.describe()}, {result}."
+
+
+def fleet_words(plan: CapacityPlan) -> str:
+    """The fleet of the answer: its GPUs and price, its groups, the percentile of TTFT, and what it does not serve."""
+    fleet = plan.first
+    reached = format_time(fleet.target_ttft_s)
+    text = f"{size_and_price(plan)}: {fleet.describe()}. {ordinal(plan.percentile)} percentile {reached}."
+    if fleet.unserved:
+        text += f" It serves {served_words(fleet)}."
+    return text
 
 
 def served_words(fleet: FleetAnswer) -> str:
@@ -97,7 +104,7 @@ def size_and_price(plan: CapacityPlan) -> str:
         parts.append(f"{fleet.idle_gpus} idle or spare")
     text = " + ".join(parts) + f" = {total}" if parts else total
     if fleet.serving == "colocated":
-        text += " that prefill and decode"
+        text += " for prefill and decoding"
     elif fleet.decode is None:
         text += " for prefill only"
     if fleet.total_cost_per_hour is None:

@@ -177,6 +177,7 @@ class TimeGrid:
     finish: Array  # finish time of each rank over TTFT
     slack_s: Array  # seconds by which each rank could begin later without delaying any rank
     most_new_tokens: int  # the most new tokens that fit in memory, up to the longest context; 0: none
+    longest_context: int = 0  # the longest context that fits, with as many new tokens as simulated; 0: not computed
 
     @classmethod
     def fastest(cls, grids: Sequence[TimeGrid], lengths: Lengths, num_ranks: int) -> TimeGrid:
@@ -199,6 +200,7 @@ class TimeGrid:
         finish = np.ones(shape)
         slack_s = np.zeros(shape)
         most = max(grid.most_new_tokens for grid in grids)
+        longest = max(grid.longest_context for grid in grids)
         for grid in grids:
             fitting = (lengths <= grid.most_new_tokens) | (grid.most_new_tokens == most)
             better = fitting & (grid.ttft_s < ttft_s * (1 - _TIE))
@@ -206,7 +208,14 @@ class TimeGrid:
             strategy[better] = grid.strategy[0]
             finish[better] = grid.finish[better]
             slack_s[better] = grid.slack_s[better]
-        return cls(strategy=tuple(strategy), ttft_s=ttft_s, finish=finish, slack_s=slack_s, most_new_tokens=most)
+        return cls(
+            strategy=tuple(strategy),
+            ttft_s=ttft_s,
+            finish=finish,
+            slack_s=slack_s,
+            most_new_tokens=most,
+            longest_context=longest,
+        )
 
     def on(self, lengths: Lengths, finer: Lengths) -> TimeGrid:
         """This grid of one strategy at finer lengths: times are interpolated.
@@ -276,12 +285,19 @@ class Prefills:
         def is_within(new_tokens: int) -> bool:
             return self._fits(cached_prefix, partition_at(max(new_tokens, self.num_ranks)))
 
+        most_new_tokens = largest(is_within, longest)
+        longest_context = 0
+        if not most_new_tokens:  # a longer prefix than the shorter one may fit: pieces of few new tokens need less room
+            last = int(padded[-1])
+            partition = partition_at(last)
+            longest_context = last + largest(lambda prefix: self._fits(prefix, partition), cached_prefix)
         grid = TimeGrid(
             strategy=(self.strategy.name,) * len(simulated),
             ttft_s=ttft_s,
             finish=finish_s / ttft_s[:, None],
             slack_s=slack_s,
-            most_new_tokens=largest(is_within, longest),
+            most_new_tokens=most_new_tokens,
+            longest_context=longest_context,
         )
         if simulated is lengths:
             return grid
@@ -676,21 +692,28 @@ class ServiceTimes:
             here = share > 0
             if here.any():
                 seconds[here] += share[here] * log_interp(new_tokens[here], self.lengths, grid.ttft_s)
-        room = np.interp(cached_prefix, self.prefixes, self._longest_contexts(group))
-        return np.where(new_tokens + cached_prefix <= room, seconds, np.inf)
+        return np.where(new_tokens + cached_prefix <= self._longest_contexts(group, cached_prefix), seconds, np.inf)
 
-    def _longest_contexts(self, group: GroupType) -> list[int]:
-        """The longest context that fits in the memory of a group after each prefix of the grid, tokens.
+    def _longest_contexts(self, group: GroupType, cached_prefix: Lengths) -> Array:
+        """The longest context that fits in the memory of a group after each prefix, tokens.
 
-        After prefixes that do not fit, it is that after the longest prefix that fits.
+        Between two prefixes of the grid that fit, it is interpolated. After the last one that fits, it is that after
+        this prefix or, if longer, that with the most new tokens that are simulated.
         """
         contexts: list[int] = []
-        for prefix, grid in zip(self.prefixes, self.grids(group), strict=True):
+        beyond: list[int] = []  # prefixes of the grid that do not fit
+        for index, (prefix, grid) in enumerate(zip(self.prefixes, self.grids(group), strict=True)):
+            before = contexts[-1] if contexts else 0
             if grid.most_new_tokens:
                 contexts.append(prefix + grid.most_new_tokens)
             else:
-                contexts.append(contexts[-1] if contexts else 0)
-        return contexts
+                contexts.append(max(before, grid.longest_context))
+                beyond.append(index)
+        room = np.interp(cached_prefix, self.prefixes, contexts)
+        if beyond:
+            last = max(0, beyond[0] - 1)
+            room = np.where(cached_prefix > self.prefixes[last], contexts[beyond[0]], room)
+        return np.asarray(room)
 
     def least_s(self, num_gpus: int, new_tokens: Lengths, cached_prefix: Lengths) -> Array:
         """The least TTFT of each prompt alone on a group, over all placements of the weights."""

@@ -76,7 +76,7 @@ COMMANDS: tuple[tuple[tuple[str, ...], Options, Options, tuple[str, ...]], ...] 
         },
         _MACHINE
         | {"--percentile": ("50", "99", "100"), "--group-sizes": ("1", "1,2"), "--order": ("first-come",)}
-        | {"--rate-scale": ("2", "0.5"), "--pack-tokens": ("4k",)}
+        | {"--rate-scale": ("2", "0.5"), "--max-num-batched-tokens": ("4k",)}
         | {"--tpot": ("30ms",)}
         | {"--price-per-gpu-hour": ("2", "1=2,2=3"), "--objective": ("cost", "gpus"), "--seed": ("3",)},
         (*_FLAG, "--sure", "--uniform-only"),

@@ -96,11 +96,11 @@ _FIRST = (
 
 def capacity_screen(plan: CapacityPlan) -> list[Part]:
     """Screen of a fleet: the answer, the request, the alternatives, and the basis of the answer."""
-    from kvrsim.views.capacity import details, fleet_table, group_table, headline, signature, verdict
+    from kvrsim.views.capacity import details, fleet_table, fleet_words, group_table, headline, signature, verdict
 
     first: list[Row] = [("no answer:", emphasised(verdict(plan)))]
     if plan.feasible:
-        first = [("answer:", emphasised(signature(plan))), ("fleet:", verdict(plan))]
+        first = [("answer:", emphasised(signature(plan))), ("fleet:", fleet_words(plan))]
     first.append(("target:", headline(plan)))
     below: list[Row] = []
     is_served = plan.first.unserved < plan.first.requests
