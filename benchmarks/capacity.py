@@ -259,7 +259,7 @@ def held(service: Service, workload: Workload, replicas: int) -> float:
 
 
 def main() -> None:
-    """Measure, and write benchmarks/results/capacity.md, or capacity_traces.md with --traces."""
+    """Measure, and write benchmarks/results/capacity_queues.md, or capacity_traces.md with --traces."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--traces", type=Path, help="folder of the public traces")
     folder = parser.parse_args().traces
@@ -277,7 +277,7 @@ def main() -> None:
             "|---|---|",
             *times_against_search(),
         ]
-        write_benchmark("capacity", lines)
+        write_benchmark("capacity_queues", lines)
         return
     lines = [
         *answers(folder),
