@@ -70,3 +70,15 @@ def said(words: Sequence[str]) -> tuple[int, Any, str]:
         code = main(words)
     text = out.getvalue()
     return code, json.loads(text) if text and "--json" in words else text, err.getvalue()
+
+
+def generated(checkpoint: Path, ctx: int, seed: int, tokens: int) -> list[int]:
+    """Tokens that transformers generates greedily from a checkpoint after the prompt of a seed, without kvrsim."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    prompt = torch.randint(0, model.config.vocab_size, (1, ctx), generator=torch.Generator().manual_seed(seed))
+    mask = torch.ones_like(prompt)
+    output = model.generate(prompt, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
+    return [int(token) for token in output[0, ctx:]]

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 import kvrsim
 from kvrsim.builder import make_scenario
@@ -23,7 +21,7 @@ from planner.confirm.hardware import Hardware
 from tests.building.commands import page_data
 from tests.kvrsim.runtime.runtime_models import KINDS
 from tests.kvrsim.runtime.runtime_workers import model_of
-from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, said
+from tests.planner.confirm.confirm_setup import BUSY, arguments, folder_with, generated, said
 
 ROOT = Path(__file__).parents[3]
 SHORT = ("--repeats", "2", "--warmups", "0", "--json")
@@ -93,15 +91,6 @@ def test_from_python_one_gpu_has_one_candidate(folder: Path) -> None:
     result.write_plot(folder / "page.html")
     for html in ((folder / "page.html").read_text(), result._repr_html_()):
         assert f"{result.choice.rel_error:+.1%}" in html
-
-
-def generated(checkpoint: Path, ctx: int, seed: int, tokens: int) -> list[int]:
-    """Tokens that transformers generates greedily from a checkpoint after the prompt of a seed, without kvrsim."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    prompt = torch.randint(0, model.config.vocab_size, (1, ctx), generator=torch.Generator().manual_seed(seed))
-    mask = torch.ones_like(prompt)
-    output = model.generate(prompt, attention_mask=mask, max_new_tokens=tokens, do_sample=False)
-    return [int(token) for token in output[0, ctx:]]
 
 
 def test_run_measures_one_strategy_of_a_checkpoint_and_checks_it(folder: Path) -> None:

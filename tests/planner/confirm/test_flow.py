@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from tests.planner.confirm.confirm_setup import BUSY, folder_with, made_up_profile, said
+from tests.kvrsim.runtime.runtime_models import CONFIGS
+from tests.kvrsim.runtime.runtime_workers import model_of
+from tests.planner.confirm.confirm_setup import BUSY, folder_with, generated, made_up_profile, said
 from tests.test_docs import commands
 
 ROOT = Path(__file__).parents[3]
@@ -45,23 +49,46 @@ def test_the_commands_of_the_tutorial(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "confirmed is the fastest" in texts[compare] or "plan is the fastest" in texts[compare]
 
 
-def test_a_plan_of_a_models_file_is_confirmed_with_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan's own chunks are measured although the profile would choose others, and only what is named."""
-    monkeypatch.chdir(folder_with(tmp_path))
-    question = ("--model", "model.json", "--profile", "profile.json", "--gpus", "2", "--ctx", "96")
+@pytest.mark.slow
+def test_from_a_calibration_to_the_second_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calibrate this machine, plan, confirm the plan's own chunks with a checkpoint, and decode from the last rank.
+
+    The plan's chunks are measured although the profile would choose others.
+    """
+    monkeypatch.chdir(tmp_path)
+    # Every point the least number of times, however slow the machine is.
+    monkeypatch.setattr("calibrate.measure.campaign.within_budget", lambda bench, budget_s: list(bench.points()))
+    monkeypatch.setattr("calibrate.measure.campaign.monotonic", partial(next, count(step=60.0)))
+    monkeypatch.setitem(CONFIGS, "wide", CONFIGS["llama-mha"] | {"head_dim": 128})  # all-reduces of four sizes
+    model_of("wide", seed=7).save_pretrained("checkpoint")
+    model = ("--model", "checkpoint")
+    few = ("--device", "cpu", "--ranks", "2", "--attention", "eager")
+    code, text, errors = said(["calibrate", "all", *model, "--ctx", "512", *few, "-o", "here.json"])
+    assert code == 0, errors
+    assert "--profile here.json --ctx" in " ".join(text.split()), "the next command"
+    question = (*model, "--profile", "here.json", "--gpus", "2", "--ctx", "96")
     code, text, errors = said(["plan", *question, "--strategies", "kvr-s,kvr-b,tsp", "-o", "plan.json"])
     assert code == 0, errors
-    assert "kvrsim confirm --plan plan.json --model model.json --profile mine.json" in text
+    assert "kvrsim confirm --plan plan.json --model checkpoint --profile mine.json" in " ".join(text.split())
     plan = json.loads(Path("plan.json").read_text())
     for one in plan["strategies"]:
         if one["strategy"] == "kvr-b":
             one["partition"] = [60, 36]
     Path("plan.json").write_text(json.dumps(plan))
-    words = ("--plan", "plan.json", "--model", "model.json", "--profile", "profile.json", "--strategies", "kvr-b")
-    code, result, errors = said(["confirm", *words, *QUICK, "--json"])
+    words = ("confirm", "--plan", "plan.json", *model, "--profile", "here.json", *QUICK, "--json")
+    code, result, errors = said(words)
     assert code == 0, errors
-    assert [(one["strategy"], one["partition"]) for one in result["candidates"]] == [("kvr-b", [60, 36])]
+    measured = {one["strategy"]: one["partition"] for one in result["candidates"]}
+    assert measured["kvr-b"] == [60, 36]
+    assert plan["best"]["strategy"] in measured
+    assert isinstance(result["best_was_best"], bool)
     assert result["max_logit_error"] <= 1e-5
+    assert result["conditions"]["weights"].startswith("of the checkpoint")
+    decode = ("--strategy", "kvr-b", "--partition", "60,36", "--output-tokens", "16", "--check", "--seed", "3")
+    code, result, errors = said(["run", *question, *decode, *QUICK[:6], "--json"])
+    assert code == 0, errors
+    assert result["tokens"] == generated(Path("checkpoint"), ctx=96, seed=3, tokens=16)
+    assert result["tokens_equal"] is True
 
 
 MISTAKES = [
