@@ -155,7 +155,7 @@ class ForwardTimer:
             if heat:
                 self._heat(model, geometry, at)
             with parts.hooked(self.clock):
-                return self._time(model, geometry, parts, at)
+                return self._time(model, geometry, parts, at, heat=heat)
 
     def _heat(self, model: PreTrainedModel, geometry: Geometry, at: Point) -> None:
         """Run forwards of the point for HEAT_S, until just before the timed one."""
@@ -165,17 +165,30 @@ class ForwardTimer:
             forward()
             self.clock.wait()
 
-    def _time(self, model: PreTrainedModel, geometry: Geometry, parts: LayerParts, at: Point) -> dict[str, float]:
+    def _time(
+        self, model: PreTrainedModel, geometry: Geometry, parts: LayerParts, at: Point, *, heat: bool
+    ) -> dict[str, float]:
+        """Seconds of the parts of a forward.
+
+        heat: on a GPU another forward follows the hold, which needs little power, so that the timed one starts at the
+        clock of a long prefill.
+        """
         forward = self._prepare(model, geometry, at, _Marks(self.clock))
+        before = None
+        if heat and not self.clock.host_is_device:
+            before = self._prepare(model, geometry, at, None)
         hold_s = 0.0
         for _ in range(1 if self.clock.host_is_device else 2):  # the first run measures the host's time
             self.clock.start(hold_s)
+            if before is not None:
+                before()
+                self.clock.clear()
             mark_empty(self.clock)
             self.clock.mark("start")
             forward()
             self.clock.mark("end")
             marks = self.clock.finish()
-            hold_s = _HOLD * marks[-1].host_s
+            hold_s = _HOLD * marks[-1].host_s * (1 if before is None else 2)
         corrected = without_marks(marks)
         self.known_s[at] = corrected[-1].device_s - corrected[0].device_s
         return parts.times(corrected)

@@ -285,7 +285,9 @@ class PendingRanks:
 
     A pending NCCL receive is a kernel: it occupies multiprocessors while it waits for its sender. A rank of a
     KV-Runahead chain has a pending receive during nearly all its computation. The receive is posted through the
-    runtime's own transport, and so has the same NCCL settings (streams, number of blocks).
+    runtime's own transport, and so has the same NCCL settings (streams, number of blocks). A send is not timed: its
+    receiver posts the receive a layer ahead, so that a send waits only where its receiver is more than a layer behind,
+    and such a sender does not decide the TTFT.
 
     Raises RankError, naming the rank, if a process ends or does not answer.
     """

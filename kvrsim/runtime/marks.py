@@ -78,6 +78,10 @@ class MarkRecorder:
         """Remove all marks and wait for the device; then keep it busy for `hold_s`, so that the host runs ahead."""
         self.moments = []
 
+    def clear(self) -> None:
+        """Remove all marks; the device goes on with what the host has issued."""
+        self.moments = []
+
     def mark(self, name: str, layer: int | None = None, *, peer: int | None = None, nbytes: float = 0.0) -> None:
         """Record the host's time and the end of all earlier work on the device; peer and nbytes: those of a message."""
         event = self._event()

@@ -173,6 +173,33 @@ def test_what_marks_take_on_the_device_is_in_no_part(on_cuda: ComputeBench) -> N
         assert taken[part] == pytest.approx(0.0, abs=1e-12), part
 
 
+def test_a_heated_forward_follows_another_one_not_the_hold(
+    on_cuda: ComputeBench, fake_cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hold needs little power, and would let the clock rise again."""
+    issued: list[str] = []
+    compute, sleep = fake_cuda.compute, fake_cuda._sleep
+
+    def compute_noted(seconds: float) -> None:
+        if seconds == 10e-3:  # a layer
+            issued.append("layer")
+        compute(seconds)
+
+    def sleep_noted(cycles: int) -> None:
+        issued.append("hold")
+        sleep(cycles)
+
+    monkeypatch.setattr(fake_cuda, "compute", compute_noted)
+    monkeypatch.setattr(fake_cuda, "_sleep", sleep_noted)
+    cold = on_cuda.timer.forward(at(64))
+    after_hold = issued[len(issued) - issued[::-1].index("hold") :]
+    assert after_hold == ["layer"] * LAYERS
+    hot = on_cuda.timer.forward(at(64), heat=True)
+    after_hold = issued[len(issued) - issued[::-1].index("hold") :]
+    assert after_hold == ["layer"] * 2 * LAYERS
+    assert hot["layer"] == pytest.approx(cold["layer"]), "only the last one is timed"
+
+
 def test_parts_are_scaled_to_layers_timed_without_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute_bench, "_MARKED_S", 100.0)  # layers then count as short on any machine
     setup = setup_of("llama")
