@@ -75,8 +75,12 @@ class Noise:
                 raise InputError("noise", f"slow-link:{link.first}-{link.second}", "neighbours, since it is a chain")
         has_traffic = self.side_traffic is not None and not self.side_traffic.is_quiet
         if cluster.shares_bandwidth and (self.slow_links or has_traffic):
-            what = "slow-link" if self.slow_links else "side-traffic"
-            raise InputError("noise", what, "jitter or slow-gpu on a bus, which has no link of a pair")
+            what = "side-traffic"
+            instead = "its traffic is a lower --link-bandwidth"
+            if self.slow_links:
+                what = "slow-link"
+                instead = "all GPUs share its bandwidth"
+            raise InputError("noise", what, f"jitter or slow-gpu on a bus, which has no link of a pair: {instead}")
         return UnevenCluster.of(cluster, self.slow_gpus, self.slow_links)
 
     def to_dict(self) -> dict[str, Any]:

@@ -137,7 +137,7 @@ class PlacedScenario(Scenario):
             quiet = replace(quiet, gather=self.gather.slower(_NO_TIME))
         if quiet.profile is None:
             return quiet
-        links = replace(quiet.profile.links, pending_share=0.0, message_sms=0)
+        links = replace(quiet.profile.links, pending_share=0.0, message_sms=0, message_copies=0.0)
         host = replace(self.host, resume_s=0.0, message_s=0.0, collective_s=0.0)
         return replace(quiet, profile=replace(quiet.profile, links=links)).with_host(host)
 
@@ -217,6 +217,7 @@ class PlacedScenario(Scenario):
             resync_s=self.host.resume_s if self.num_gpus > 1 else 0.0,
             group=self.group,
             message_share=self.message_share,
+            message_copies=self.message_copies,
             hbm_bytes_per_s=self.cluster.gpu.hbm_bytes_per_s,
             placement=self.expert_placement,
             prefix=self.prefix_access_plan,

@@ -199,6 +199,20 @@ def slowed_by_pending_recv(ops: tuple[Op, ...], share: float | Array) -> tuple[O
     return tuple(op._replace(device_s=factor * op.device_s) if isinstance(op, Compute) else op for op in ops)
 
 
+SEND_COPIES = "copies for the send"  # name of the computation that a message takes from its sender
+
+
+def with_senders(ops: tuple[Op, ...], sends: Array) -> tuple[Op, ...]:
+    """Remove what messages take from ranks that send none; `sends`: 1 for ranks that send, else 0, shape (ranks, 1)."""
+    changed: list[Op] = []
+    for op in ops:
+        if isinstance(op, Compute) and op.name == SEND_COPIES:
+            changed.append(op._replace(device_s=sends * op.device_s))
+        else:
+            changed.append(op)
+    return tuple(changed)
+
+
 def slower(ops: Sequence[Op], factor: float | Array) -> tuple[Op, ...]:
     """Return the operations on GPUs that are slower by `factor`; hosts and links are unchanged."""
     if isinstance(factor, float) and factor == 1.0:

@@ -310,6 +310,13 @@ class Scenario(Source):
         return 0.0 if self.profile is None else self.profile.links.pending_share
 
     @property
+    def message_copies(self) -> float:
+        """Copies of a message's K and V for whose time its sender computes nothing else; 0 where messages hold it."""
+        if self.profile is None or not self.sends_overlap:
+            return 0.0
+        return self.profile.links.message_copies
+
+    @property
     def message_share(self) -> float:
         """Share of a GPU's compute rate that a ring's messages take while they are in flight.
 

@@ -82,7 +82,7 @@ def plan(
     >>> import kvrsim
     >>> plan = kvrsim.plan(ctx="16k", gpus=8)
     >>> plan.best.strategy, plan.best.partition
-    ('kvr-b', (4463, 2668, 2068, 1744, 1535, 1373, 1272, 1261))
+    ('kvr-b', (4403, 2656, 2064, 1742, 1534, 1373, 1272, 1340))
     """
     from planner.candidates import Search
 

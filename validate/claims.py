@@ -37,7 +37,7 @@ NETWORKS = {
 Cases = Iterator[tuple[str, bool]]  # a case, and whether the prediction agrees with the paper
 
 
-class Cell(NamedTuple):
+class SlowLinkCell(NamedTuple):
     """A cell of the paper's table of slow links."""
 
     row: PublishedTtft
@@ -78,7 +78,7 @@ def slow_s(row: PublishedTtft, network: str) -> float:
     return run_simulation(scenario, strategy=strategies[row.link]).ttft_s
 
 
-class Claims:
+class PaperClaims:
     """The cases of each claim; a method per claim, with the claim's key in the data as its name."""
 
     def __init__(self, predictions: Predictions) -> None:
@@ -232,30 +232,30 @@ class Claims:
     def pairs(self) -> Iterator[tuple[PublishedTtft, PublishedTtft]]:
         """The printed rows of TSP and of KVR-S over NVLink, by case."""
         rows = {(row.model, row.context_len, row.num_gpus, row.strategy): row for row in self.rows_at(FAST)}
-        for (*case, strategy), row in rows.items():
+        for (model, tokens, num_gpus, strategy), row in rows.items():
             if strategy == "tsp":
-                yield row, rows[*case, "kvr-s"]
+                yield row, rows[model, tokens, num_gpus, "kvr-s"]
 
-    def cells(self) -> Iterator[Cell]:
+    def cells(self) -> Iterator[SlowLinkCell]:
         """The cells of the table of slow links."""
         singles = {row.context_len: row for row in self.scope.rows if row.num_gpus == 1}
         for link in BANDWIDTH:
             for row in self.rows_at(link):
-                yield Cell(row, singles[row.context_len])
+                yield SlowLinkCell(row, singles[row.context_len])
 
     def rows_at(self, link: str) -> list[PublishedTtft]:
         """The published rows of several GPUs over a link."""
         return [row for row in self.scope.rows if row.link == link]
 
 
-def check_all(claims: Claims) -> dict[str, dict[str, bool]]:
+def check_all(claims: PaperClaims) -> dict[str, dict[str, bool]]:
     """Whether each case of each claim agrees, by key and case."""
     return {key: dict(getattr(claims, key)()) for key in claims.predictions.printed["order_claims"]}
 
 
 def page(predictions: Predictions) -> list[str]:
     """Return the Markdown lines of the page."""
-    claims = Claims(predictions)
+    claims = PaperClaims(predictions)
     answers = check_all(claims)
     cells = [cell for cell in claims.cells() if not cell.is_tie]
     return fill(
@@ -293,7 +293,7 @@ def _captions(predictions: Predictions) -> list[str]:
     return table(("place", "case", "printed", "predicted", "error"), rows)
 
 
-def _bold(cells: list[Cell]) -> list[str]:
+def _bold(cells: list[SlowLinkCell]) -> list[str]:
     """For each network: how many bold and plain cells are right, and which are wrong."""
     rows = []
     for network in NETWORKS:

@@ -16,18 +16,21 @@ import numpy as np
 
 import kvrsim
 from kvrsim.arguments import SearchArgs
+from kvrsim.attention_map import AttentionMap
 from kvrsim.builder import make_scenario
-from kvrsim.kernels.profile import SendStyle
+from kvrsim.kernels.profile import SendStyle, load_profile
 from kvrsim.noise import Distribution, parse_noise
 from kvrsim.published import PublishedTtft, read_rows
 from kvrsim.results.results import Plan, SimResult
+from kvrsim.scenario import Scenario
 from kvrsim.units import format_tokens
 from planner.candidates import Search
 from planner.simulate import run_simulation
 from planner.table.table import PartitionTable
 from planner.uncertainty.noise import Disturbance
 from validate.published.compare import BANDWIDTH, DATA, scenario_of
-from validate.report import RESULTS, fill, numbers_table, write_page
+from validate.published.fit import errors, partitions_for
+from validate.report import RESULTS, fill, numbers_table, table, write_page
 
 FAST = "300GB/s"  # the link of the figures, as the publication names it
 PROFILE = "a100-eager"
@@ -37,6 +40,13 @@ SENDS: Mapping[SendStyle, str] = {
     "overlap": "overlap",
     "rendezvous": "exclude each other",
 }  # what a message does to computation
+# What a message takes from computation: sends, and copies for its sender; None: as many as in the profile.
+MESSAGES: Mapping[str, tuple[SendStyle, float | None]] = {
+    "messages and computation exclude each other": ("rendezvous", 0.0),
+    "they overlap, nothing is lost": ("overlap", 0.0),
+    "they overlap, a message takes copies from its sender (the profile)": ("overlap", None),
+}
+MESSAGE_SAMPLES = 100  # noisy runs per case of that comparison
 SLOW_CHUNKS = {"even": "even", "searched": "searched", "grid": "grid search, finest stride a 16th of the context"}
 STRATEGIES = {"tsp": "TSP", "kvr-e": "KVR-E", "kvr-s": "KVR-S"}
 
@@ -135,11 +145,17 @@ class Predictions:
     def _simulate_noise(self, context_len: int, num_gpus: int, strategy: str) -> Distribution:
         model = self.printed["noisy_network"]["model"]
         scenario = make_scenario(ctx=context_len, gpus=num_gpus, model=model, profile=PROFILE)[0]
-        disturbance = Disturbance(noise=parse_noise("paper"), num_samples=self.scope.noise_samples)
-        search = Search(partition=simulate(model, context_len, num_gpus, strategy).partition)
-        noisy = run_simulation(scenario, strategy=strategy, search=search, disturbance=disturbance).noisy
-        assert noisy is not None
-        return noisy
+        partition = simulate(model, context_len, num_gpus, strategy).partition
+        return under_noise(scenario, strategy, partition, self.scope.noise_samples)
+
+
+def under_noise(scenario: Scenario, strategy: str, partition: Sequence[int], num_samples: int) -> Distribution:
+    """TTFTs of a partition on the paper's noisy network."""
+    disturbance = Disturbance(noise=parse_noise("paper"), num_samples=num_samples)
+    search = Search(partition=partition)
+    noisy = run_simulation(scenario, strategy=strategy, search=search, disturbance=disturbance).noisy
+    assert noisy is not None
+    return noisy
 
 
 def page(predictions: Predictions) -> list[str]:
@@ -154,6 +170,10 @@ def page(predictions: Predictions) -> list[str]:
         "figures",
         scope=scope,
         printed=printed,
+        overview=_overview(predictions),
+        messages=_messages(predictions),
+        message_copies=load_profile(PROFILE).links.message_copies,
+        message_times=_message_times(),
         within=sum(row.is_inside(one.ttft_low_s, one.ttft_high_s) for row, one in pairs),
         rows=len(scope.rows),
         case=f"{scope.model}, {format_tokens(scope.scaling_context_len)} tokens",
@@ -162,6 +182,9 @@ def page(predictions: Predictions) -> list[str]:
         partitions=_partitions(predictions),
         printed_partitions=_printed_partitions(predictions),
         slow_speedups=_slow_speedups(predictions),
+        slow_caption=" and ".join(
+            f"{slow_speedup(entry, 'switch') / entry['speedup'] - 1:+.0%}" for entry in printed["slow_speedups"][:2]
+        ),
         slow_rows=sum(row.link == "1GB/s" and row.strategy == "kvr" for row in scope.rows),
         slow_ttfts=slow_ttfts,
         slow_nearest=slow_nearest,
@@ -178,6 +201,107 @@ def page(predictions: Predictions) -> list[str]:
         limits=", ".join(limits),
         increases=_increases(predictions),
     )
+
+
+def _overview(predictions: Predictions) -> list[str]:
+    """Return a line for each figure and table of the paper: what it prints, and the error here."""
+    scope = predictions.scope
+    printed = predictions.printed
+    fast = [row for row in scope.rows if row.link == FAST]
+    tables = {number: [row for row in scope.rows if row.table == number] for number in ("1", "2", "3")}
+    llama = [row for row in fast if row.model == scope.model]
+    falcon = [row for row in fast if row.model == "falcon-7b"]
+    single = [row for row in tables["3"] if row.link == "none"]
+    bus = {link: [row for row in tables["3"] if row.link == link] for link in BANDWIDTH}
+    gathered = AttentionMap(chunks=(3, 3, 3), gathers=True)
+    chained = AttentionMap(chunks=(4, 3, 2), gathers=False)
+    counted = f"{max(gathered.dot_products)} and {max(chained.dot_products)} dot products, "
+    counted += f"{gathered.kv_entries} and {chained.kv_entries} entries of K and V"
+    largest = _largest_increases(predictions)
+    noise = ", ".join(
+        f"{STRATEGIES[name]} {share - printed['noisy_network']['shares'][name]:+.1%}" for name, share in largest.items()
+    )
+    slow = {
+        topology: [slow_speedup(entry, topology) / entry["speedup"] - 1 for entry in printed["slow_speedups"]]
+        for topology in ("bus", "switch")
+    }
+    slow_errors = "; ".join(f"{name} {min(off):+.0%} to {max(off):+.0%}" for name, off in slow.items())
+    rows = [
+        ("Figs. 1, 3, 7", "how inference, TSP and KV-Runahead work", "no number"),
+        ("Fig. 2", "which part of the attention map is computed", "no number; `kvrsim simulate --explain` prints it"),
+        ("Figs. 4, 5", "27 and 21 dot products, 36 and 22 entries of K and V", f"equal: {counted}"),
+        (
+            "Fig. 6 a",
+            f"the search ends at {printed['partitions'][0]['printed_as']}",
+            "[below](#two-gpus-one-boundary-fig-6-a)",
+        ),
+        ("Figs. 6 b-d", "the search of a boundary pair with 96 tokens", "no TTFT; `tests/planner/search/test_grid.py`"),
+        ("Fig. 8 a", "TSP runs out of memory at 16k on 2 GPUs; no TTFT", "[fits here](#scalability-fig-8-d)"),
+        ("Figs. 8 b, c", "TTFTs of Llama 7B (in the appendix)", _mean_error(llama)),
+        ("Fig. 8 d", "TTFTs at 16k", _mean_error([row for row in llama if row.context_len == 16384])),
+        ("Figs. 8 e, f", "speed-ups at 10 GB/s", slow_errors),
+        ("Fig. 9", "TTFTs of Falcon 7B (in the appendix)", _mean_error(falcon)),
+        ("Fig. 10 a", "chunks, as bars; two partitions in the text", "[below](#partitions-fig-10-a)"),
+        ("Figs. 10 b, c", "KVR-P within 1.1 and 1.3 % of KVR-S", "[below](#looked-up-partitions-figs-10-b-c)"),
+        ("Figs. 11 a, b", "gains on a noisy network", "[below](#a-noisy-network-fig-11)"),
+        ("Fig. 11 c", "largest increases of TTFT", f"percentage points: {noise}"),
+        ("Table of further networks", f"{len(tables['1'])} TTFTs", _mean_error(tables["1"])),
+        ("Table of MQA and GQA", f"{len(tables['2'])} TTFTs", _mean_error(tables["2"])),
+        ("Table of slow links", "TTFTs of one GPU", _mean_error(single)),
+        ("the same at 10 GB/s", "TTFTs; a bus and even chunks", _mean_error(bus["10GB/s"])),
+        ("the same at 1 GB/s", "TTFTs; a bus and searched chunks", _mean_error(bus["1GB/s"])),
+        (
+            "Table of variants, pseudo-code, example of 11 tokens",
+            "definitions",
+            "no number; the example's counts are a test",
+        ),
+    ]
+    return table(("figure or table", "prints", "error of the prediction"), rows)
+
+
+def _mean_error(rows: Sequence[PublishedTtft]) -> str:
+    """Mean, median and largest absolute error of published rows."""
+    if not rows:
+        return "no rows"
+    sizes = np.abs([simulate_row(row).ttft_s / row.ttft_s - 1 for row in rows])
+    return f"mean {sizes.mean():.1%}, median {np.median(sizes):.1%}, largest {sizes.max():.1%} of {len(rows)} TTFTs"
+
+
+def _message_times() -> float:
+    """What a message takes from its sender's computation, in multiples of the seconds of a long transfer."""
+    profile = load_profile(PROFILE)
+    bytes_per_byte = 2.0 * profile.links.message_copies  # each copy reads and writes
+    return bytes_per_byte / profile.kernels.elementwise.copy * profile.links.bandwidth_bytes_per_s
+
+
+def _messages(predictions: Predictions) -> list[str]:
+    """Return errors and noise for each way in which messages and computation may share a GPU."""
+    scope = predictions.scope
+    noisy = predictions.printed["noisy_network"]
+    rows = [row for row in scope.rows if row.used_for_calibration]
+    shipped = load_profile(PROFILE)
+    lines = []
+    for name, (sends, copies) in MESSAGES.items():
+        message_copies = shipped.links.message_copies if copies is None else copies
+        links = replace(shipped.links, sends=sends, message_copies=message_copies)
+        profile = replace(shipped, links=links)
+        partitions = partitions_for(rows, profile)
+        sizes = np.abs(np.expm1(errors(rows, profile, partitions)))
+        most: dict[str, list[float]] = {"kvr-e": [], "kvr-s": []}
+        for strategy, num_gpus in product(most, noisy["num_gpus"]):
+            increases_ = []
+            for tokens in noisy["context_lens"]:
+                scenario = make_scenario(ctx=tokens, gpus=num_gpus, model=noisy["model"], profile=PROFILE)[0]
+                scenario = replace(scenario, profile=profile)
+                partition = run_simulation(scenario, strategy=strategy).partition
+                ttft = under_noise(scenario, strategy, partition, min(MESSAGE_SAMPLES, scope.noise_samples))
+                increases_.append(ttft.mean.value_s / ttft.quiet_s - 1)
+            most[strategy].append(max(increases_))
+        largest = (" and ".join(f"{share:.1%}" for share in shares) for shares in most.values())
+        lines.append((name, f"{sizes.mean():.2%}", *largest))
+    printed = (f"{noisy['shares'][name]:.1%}" for name in ("kvr-e", "kvr-s"))
+    lines.append(("the paper, at most", "", *printed))
+    return table(("messages", f"mean error of {len(rows)} TTFTs", "KVR-E under noise, 4 and 8 GPUs", "KVR-S"), lines)
 
 
 def _speedups(predictions: Predictions) -> list[str]:
@@ -257,11 +381,22 @@ def _printed_partitions(predictions: Predictions) -> list[str]:
     return lines
 
 
+@cache
+def _slow_s(context_len: int, num_gpus: int, strategy: str, topology: str) -> float:
+    """TTFT in seconds at 10 GB/s over a network."""
+    link = {"topology": topology, "link_bandwidth": BANDWIDTH["10GB/s"], "link_latency": 10e-6}
+    scenario, _ = make_scenario(ctx=context_len, gpus=num_gpus, profile=PROFILE, **link)
+    return run_simulation(scenario, strategy=strategy).ttft_s
+
+
 def simulate_slow(entry: Mapping[str, Any], strategy: str, topology: str) -> float:
     """TTFT in seconds of the case of a printed speedup at 10 GB/s, over a network."""
-    link = {"topology": topology, "link_bandwidth": BANDWIDTH["10GB/s"], "link_latency": 10e-6}
-    scenario, _ = make_scenario(ctx=entry["context_len"], gpus=entry["num_gpus"], profile=PROFILE, **link)
-    return run_simulation(scenario, strategy=strategy).ttft_s
+    return _slow_s(entry["context_len"], entry["num_gpus"], strategy, topology)
+
+
+def slow_speedup(entry: Mapping[str, Any], topology: str) -> float:
+    """Speed-up over TSP of the case of a printed speed-up at 10 GB/s, over a network."""
+    return simulate_slow(entry, "tsp", topology) / simulate_slow(entry, entry["strategy"], topology)
 
 
 def _slow_speedups(predictions: Predictions) -> list[str]:
@@ -270,9 +405,8 @@ def _slow_speedups(predictions: Predictions) -> list[str]:
     for entry in predictions.printed["slow_speedups"]:
         cells = [f"{entry['speedup']:.2f}"]
         for topology in ("bus", "switch"):
-            tsp_s = simulate_slow(entry, "tsp", topology)
-            kvr_s = simulate_slow(entry, entry["strategy"], topology)
-            cells.append(f"{tsp_s / kvr_s:.2f} ({tsp_s / kvr_s / entry['speedup'] - 1:+.0%})")
+            speedup = slow_speedup(entry, topology)
+            cells.append(f"{speedup:.2f} ({speedup / entry['speedup'] - 1:+.0%})")
         case = f"{STRATEGIES[entry['strategy']]}, {entry['num_gpus']} × {format_tokens(entry['context_len'])}"
         rows.append((f"{case} ({entry['place']})", *cells))
     return numbers_table(("case", "printed", "bus", "switch"), rows)
@@ -287,8 +421,8 @@ def _slow_ttfts(predictions: Predictions) -> tuple[list[str], str]:
             for chunks, name in SLOW_CHUNKS.items():
                 means = []
                 for link in BANDWIDTH:
-                    errors = [_slow_error(row, topology, sends, chunks) for row in rows if row.link == link]
-                    means.append(float(np.mean(np.abs(errors))))
+                    rel_errors = [_slow_error(row, topology, sends, chunks) for row in rows if row.link == link]
+                    means.append(float(np.mean(np.abs(rel_errors))))
                 errors_by_line[topology, what, name] = means
     nearest = min(errors_by_line, key=lambda line: max(errors_by_line[line]))
     shares = " and ".join(f"{error:.1%}" for error in errors_by_line[nearest])
@@ -382,6 +516,15 @@ def increases(predictions: Predictions) -> dict[tuple[int, int], dict[str, tuple
     return by_point
 
 
+def _largest_increases(predictions: Predictions) -> dict[str, float]:
+    """Return the largest increase on each number of GPUs, averaged over the numbers of GPUs, by strategy."""
+    largest: dict[str, dict[int, float]] = {name: {} for name in STRATEGIES}
+    for (num_gpus, _), by_strategy in increases(predictions).items():
+        for name, (mean, _, _) in by_strategy.items():
+            largest[name][num_gpus] = max(mean, largest[name].get(num_gpus, 0.0))
+    return {name: float(np.mean(list(by_gpus.values()))) for name, by_gpus in largest.items()}
+
+
 def _increases(predictions: Predictions) -> list[str]:
     every = increases(predictions)
     most = predictions.printed["noisy_network"]["shares"]
@@ -390,6 +533,8 @@ def _increases(predictions: Predictions) -> list[str]:
         for (num_gpus, tokens), own in every.items()
     ]
     rows.append(("mean", *(f"{np.mean([own[name][0] for own in every.values()]):.1%}" for name in STRATEGIES)))
+    largest = _largest_increases(predictions)
+    rows.append(("mean of the largest on 4 and on 8 GPUs", *(f"{largest[name]:.1%}" for name in STRATEGIES)))
     rows.append(("the paper, at most", *(f"{most[name]:.1%}" for name in STRATEGIES)))
     return numbers_table(("GPUs, tokens", *STRATEGIES.values()), rows)
 

@@ -24,7 +24,18 @@ from kvrsim.executors.batch import rows_of, seconds_on
 from kvrsim.executors.steady import ROUNDING
 from kvrsim.hardware import Cluster, Path
 from kvrsim.kernels.cost import CostModel
-from kvrsim.program import Array, Flags, Op, Recv, Send, host_s_of, slowed_by_pending_recv, slower, stream_s
+from kvrsim.program import (
+    Array,
+    Flags,
+    Op,
+    Recv,
+    Send,
+    host_s_of,
+    slowed_by_pending_recv,
+    slower,
+    stream_s,
+    with_senders,
+)
 from kvrsim.strategies.base import Step
 from kvrsim.strategies.kv_runahead import KVR_S
 from kvrsim.strategies.layers import before_step, embedding, has_prefill, last, last_is_alike, layer_ops, request
@@ -46,6 +57,8 @@ class Chain:
         if pending:
             self.pending = np.full((len(ranks), 1), pending)
             self.pending[0] = 0.0
+        self.sends = np.ones((len(ranks), 1))  # 0 for the last rank, which sends nothing
+        self.sends[-1] = 0.0
         slowness = np.array([[execution.cluster.slowness(rank)] for rank in ranks])
         self.slowness: Array | None = None
         if (slowness != 1.0).any():
@@ -95,6 +108,7 @@ class _ChainRun:
         ends = starts + chunks
         ranks = Step.of_all_ranks(chain.costs, chunks, starts, chain.execution.strategy.query_blocks)
         layer = tuple(layer_ops(chain.execution.strategy, ranks, 1))  # rank 1 has neighbours on both sides
+        layer = with_senders(layer, chain.sends)
         if chain.pending is not None:
             layer = slowed_by_pending_recv(layer, chain.pending)
         prologue = (

@@ -36,6 +36,7 @@ class LayerSetting:
     resync_s: float = 0.0  # device time lost after a layer's communication
     group: Group | None = None  # GPUs of the rank, which split the model; None: one GPU
     message_share: float = 0.0  # share of the compute rate that is lost while a ring's message is in flight
+    message_copies: float = 0.0  # copies of a message's K and V for whose time its sender computes nothing else
     hbm_bytes_per_s: float = inf  # memory bandwidth by the GPU's datasheet
     placement: ExpertPlacement = ONE_GPU  # placement of routed experts
     prefix: PrefixAccessPlan = LOCAL_PREFIX  # how attention reaches the cached prefix
@@ -104,6 +105,10 @@ class MixerCost(ABC):
         if copies.own:
             seconds = seconds + self._copy_s(chunk * copies.own, kernels=1)
         return seconds
+
+    def message_s(self, tokens: Array) -> Array:
+        """Seconds that a message with the cache of `tokens` tokens takes from its sender's computation."""
+        return self._copy_s(self.setting.message_copies * self.visible(tokens))
 
     def visible(self, tokens: Array) -> Array:
         """Number of tokens that a query sees, of the `tokens` tokens before it."""

@@ -153,6 +153,8 @@ class LinkRates:
     sends_over_bus: SendStyle  # value of `sends` where transfers are staged through the host
     pending_share: PendingShare = 0.0  # share of a rank's rate lost while a receive waits; 0 if not measured
     message_sms: Whole = 0  # multiprocessors that send and receive hold while messages are in flight
+    # Copies of a message's K and V for whose time its sender computes nothing else, in a chain of KV-Runahead.
+    message_copies: NonNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,7 @@ from kvrsim.errors import InputError
 from kvrsim.kernels.layer import LayerCosts
 from kvrsim.layout import Degrees
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program import AllGather, Array, Compute, Op, Payload, Program, Recv, Send
+from kvrsim.program import SEND_COPIES, AllGather, Array, Compute, Op, Payload, Program, Recv, Send
 
 PartitionRule = Literal["whole", "even", "search", "table", "pieces", "searched-pieces"]
 LayerProgram = Callable[["Step", int], Iterator[Op]]
@@ -251,6 +251,17 @@ class Step:
             rendezvous=not self.costs.setting.sends_overlap,
             in_turn=in_turn,
         )
+
+    def send_copies(self, rank: int, tokens: Array | None = None) -> Iterator[Compute]:
+        """Yield what the rank's messages take from its computation, if the profile says that they do.
+
+        tokens: number of tokens whose K and V are sent; None: all tokens up to the chunk's end that the receiver lacks.
+        """
+        if not self.costs.setting.message_copies:
+            return
+        if tokens is None:
+            tokens = self.starts[rank] + self.chunks[rank] - self.costs.setting.cached_prefix
+        yield Compute(name=SEND_COPIES, device_s=self.costs.mixer.message_s(tokens), kind="append")
 
     def recv_kv(self, rank: int, *, peer: int | None = None) -> Recv:
         """Wait for the next message from another rank; `peer`: the rank that sends; None: the previous rank."""

@@ -25,6 +25,7 @@ def layer(step: Step, rank: int) -> Iterator[Op]:
     yield step.append_kv(rank, prefix)
     if rank < step.num_ranks - 1:
         yield step.send_kv(rank)
+        yield from step.send_copies(rank)
     yield step.attention(rank, prefix)
     yield step.output_mlp(rank)
 
@@ -42,6 +43,8 @@ def direct_layer(step: Step, rank: int) -> Iterator[Op]:
         yield step.send_kv(rank, peer=dst, tokens=step.chunks[rank], in_turn=True)
     if step.costs.setting.sends_overlap:
         yield from (step.recv_kv(rank, peer=src) for src in range(rank))
+    if rank < step.num_ranks - 1:
+        yield from step.send_copies(rank, (step.num_ranks - 1 - rank) * step.chunks[rank])
     yield step.append_kv(rank, prefix=step.starts[rank])
     yield step.attention(rank, prefix=step.starts[rank])
     yield step.output_mlp(rank)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvrsim.execution import Execution
 from kvrsim.once import once
-from kvrsim.program import Array, Collective, Compute, Op, Send
+from kvrsim.program import Array, Collective, Compute, Op, Send, with_senders
 from kvrsim.strategies import Step
 from kvrsim.strategies.layers import layer_ops
 
@@ -67,6 +67,7 @@ class ChainWork:
         self._paths = list(dict.fromkeys(paths))
         # For each path: 1 for ranks whose path to the next rank it is, else 0. The last rank sends nothing: 0.
         self._over = [np.array([path == one for path in paths] + [False], dtype=float) for one in self._paths]
+        self._sends = np.append(np.ones(len(paths)), 0.0)  # 0 for the last rank, which sends nothing
         self._latency_s = np.array([path.latency_s for path in paths])
         # Seconds for which a rank waits in each layer for a message that begins when both ranks are ready.
         self._awaited_s = np.append(0.0, self._latency_s) * (least and not execution.placed.sends_overlap)
@@ -76,7 +77,10 @@ class ChainWork:
         compute = qkv = post = sent = received = last_sent = none = np.zeros((1,) * chunk.ndim)
         slowness = _along(self._slowness[ranks.start : ranks.stop], chunk)
         for kind, costs in enumerate(self.costs):
-            total, before, after, inside, nbytes = _split(self._layer(kind, chunk, start), none)
+            ops = with_senders(
+                tuple(self._layer(kind, chunk, start)), _along(self._sends[ranks.start : ranks.stop], chunk)
+            )
+            total, before, after, inside, nbytes = _split(ops, none)
             total = slowness * total + inside
             before = slowness * before
             after = slowness * after + inside
@@ -181,10 +185,10 @@ def _split(ops: Iterable[Op], none: Array) -> tuple[Array, Array, Array, Array, 
     for op in ops:
         if isinstance(op, Compute):
             total = total + op.device_s
-            if op.kind == "append" or op.name == "scan":
-                appended = True
-            elif appended:
+            if appended:
                 after = after + op.device_s
+            elif op.kind == "append" or op.name == "scan":
+                appended = True
             else:
                 before = before + op.device_s
         elif isinstance(op, Send):

@@ -18,6 +18,7 @@ from planner.search.minimise import Boundaries, Evaluate, combinations, shifts, 
 
 _BLOCK = 5**6  # number of candidates that are evaluated together
 _WINDOW = 4  # boundaries that move together if there are too many for all combinations
+_FEW_RANKS = 4  # most ranks whose first stride is the paper's
 _MOST_WHOLE = 7  # most boundaries for which all combinations are tried
 
 
@@ -39,8 +40,15 @@ class Grid:
         return self._hierarchical(min_stride)
 
     def strides(self, min_stride: int) -> Iterator[int]:
-        """Yield strides: a quarter of the even share (paper: 8 for 96 tokens on 3 ranks), halved to the minimum."""
-        stride = max(min_stride, self.num_tokens // self.num_ranks // 4)
+        """Yield strides: a quarter of the even share (paper: 8 for 96 tokens on 3 ranks), halved to the minimum.
+
+        Many ranks begin with the even share. From a quarter, the search of 8 GPUs may end where all ranks but the first
+        decide the TTFT: then all of them would have to shrink by different lengths at once.
+        """
+        stride = self.num_tokens // self.num_ranks
+        if self.num_ranks <= _FEW_RANKS:
+            stride //= 4
+        stride = max(min_stride, stride)
         while stride > min_stride:
             yield stride
             stride = max(min_stride, stride // 2)

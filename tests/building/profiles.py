@@ -46,6 +46,7 @@ def any_profile(
             sends=style,
             sends_over_bus=style,
             message_sms=maybe(rng, 0, lambda: rng.randint(1, 64)),
+            message_copies=maybe(rng, 0.0, lambda: 8.0 * rng.random()),
         ),
         valid=ValidRange(
             context_len=(1, 10**6), num_gpus=(1, 64), hidden_size=(1, 10**5), head_dim=(1, 10**4), dtypes=DTYPES

@@ -171,7 +171,7 @@ QUESTIONS: tuple[tuple[dict[str, Any], str, str], ...] = (
     ({"gpus": 8, "ctx": "16k"}, "tsp", "attention"),
     ({"model": "llama-3.1-8b", "cluster": "h100-nvlink", "ctx": "4k"}, "single", "matrix products"),
     ({"gpus": 8, "ctx": "4k", "link_bandwidth": "1GB/s"}, "tsp", "communication"),
-    ({"gpus": 8, "ctx": "16k", "link_bandwidth": "10GB/s", "topology": "bus"}, "kvr-s", "communication"),
+    ({"gpus": 8, "ctx": "16k", "link_bandwidth": "10GB/s", "topology": "bus"}, "kvr-s", "attention"),
 )
 
 

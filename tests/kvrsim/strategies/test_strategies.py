@@ -15,7 +15,7 @@ import kvrsim
 from kvrsim.attention_map import AttentionMap
 from kvrsim.compile import build_program
 from kvrsim.kernels.attention import EagerRates
-from kvrsim.program import AllGather, Compute, Program, Send
+from kvrsim.program import AllGather, Compute, Program, Send, computes_s
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import STRATEGIES, get_strategy, names_in_all, names_with_spread_experts
 from tests.building import examples, executed
@@ -183,3 +183,23 @@ def test_the_name_of_a_compared_layout_names_it_again(num_gpus: int, per_node: i
     for name in (*names_in_all(num_gpus, per_node), *names_with_spread_experts(num_gpus, per_node)):
         strategy = get_strategy(name)
         assert get_strategy(strategy.name) == strategy
+
+
+@pytest.mark.parametrize("name", ["kvr-s", "kvr-direct"])
+def test_what_messages_take_from_their_sender(name: str) -> None:
+    """Copies of all K and V that a rank sends, at the rate of copies; the last rank sends nothing."""
+    chunks = (500, 300, 200)
+    scenario = scenario_of(1000, 3)
+    assert scenario.profile is not None
+    links = replace(scenario.profile.links, message_copies=3.0, sends="overlap")
+    rate = scenario.profile.kernels.elementwise.copy
+    copying = replace(scenario, profile=replace(scenario.profile, links=links))
+    free = replace(scenario, profile=replace(scenario.profile, links=replace(links, message_copies=0.0)))
+    stopping = replace(copying, profile=replace(scenario.profile, links=replace(links, sends="rendezvous")))
+    busy_s = [computes_s(program_of(one, name, chunks)) for one in (copying, free, stopping)]
+    sent = {"kvr-s": (500, 800, 0), "kvr-direct": (1000, 300, 0)}[name]
+    for rank, tokens in enumerate(sent):
+        nbytes = tokens * scenario.model.layer_cache_bytes(1, 2)
+        expected = scenario.model.num_hidden_layers * 3.0 * 2 * nbytes / rate
+        assert busy_s[0][rank] - busy_s[1][rank] == pytest.approx(expected, rel=1e-4, abs=1e-9)
+        assert busy_s[2][rank] == pytest.approx(busy_s[1][rank]), "messages that stop computation take their own time"
