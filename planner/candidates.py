@@ -188,7 +188,12 @@ class Candidate:
 
     @cached_property
     def is_slow(self) -> bool:
-        """Whether its errors and limits are estimated, because simulations of all their sources take long."""
+        """Whether its errors and limits are estimated, because simulations of all their sources take long.
+
+        Not on a bus: even chunks, which the estimate has, are far from the best ones there.
+        """
+        if self.execution.cluster.shares_bandwidth:
+            return False
         work_s = sum(_work(self.execution, len(self.partition.chunk_lens)))
         return _SIMULATIONS_OF_ERRORS * work_s > _CHEAP_ERRORS_S
 
