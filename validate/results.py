@@ -169,9 +169,12 @@ FROZEN = frozenset(_ABOUT.sequence("frozen"))
 
 
 def _digest(pattern: str) -> str:
-    """Digest of the data files of kvrsim that match a pattern."""
+    """Digest of the data files of kvrsim that match a pattern. Raises FileNotFoundError if none does."""
     digest = hashlib.sha256()
-    for path in sorted(_DATA.glob(pattern)):
+    paths = sorted(_DATA.glob(pattern))
+    if not paths:
+        raise FileNotFoundError(f"no file of {_DATA} matches {pattern}")
+    for path in paths:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
