@@ -59,7 +59,7 @@ FLEET = f"{WHOLE} --group-sizes 1,2"  # fewer fleets than a user compares
 PLANNER = (
     Step(
         f"{WHOLE} --requests trace.csv --tpot 50ms --price-per-gpu-hour 2.5",
-        ("prefill + ", " decode = ", "$ a month", "engines:"),
+        ("split or not: ", "for prefill and decoding", "$ a month", "engines:"),
     ),
     Step("capacity --requests trace.csv --slo-ttft 2s", ("--model is missing",), 2),
     Step(f"{FLEET} --requests trace.csv", ("answer:", "for prefill only", "interval:")),
