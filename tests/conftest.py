@@ -41,7 +41,9 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
     """Remove multiprocessing's temporary folder now: pytest-xdist kills a process that needs more than 10 s to end."""
-    util._run_finalizers()  # type: ignore[attr-defined]
+    for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]
+        if finalizer._callback is util._remove_temp_dir:  # type: ignore[attr-defined]
+            finalizer()  # only this one: those of a pool's queues would leave its thread waiting for ever
 
 
 @pytest.fixture(autouse=True)
