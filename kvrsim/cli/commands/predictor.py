@@ -129,7 +129,7 @@ def check(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say whether a predictor still holds for prefills that its servers have logged.
+    """Say whether a predictor still holds for logged prefills.
 
     Rows of other models or numbers of GPUs, and rows outside the predictor's grid, are left out. The exit code is 1 if
     a limit is not met.
