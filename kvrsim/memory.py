@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvrsim.compile import build_program, columns, program_of, programs_so_far, steps_of
+from kvrsim.compile import build_program, columns, programs_so_far, steps_of
 from kvrsim.execution import Execution
 from kvrsim.io.schema import fields_to_json
 from kvrsim.kernels.cost import CostModel, no_time
@@ -134,10 +134,10 @@ class _LayerOnDemand(Sequence[tuple[Op, ...]]):
 
 
 def _program_of_bytes(execution: Execution, partition: Partition) -> Program:
-    """The program of a partition; a search, which asks for many, need not know the times of its operations."""
-    strategy = execution.strategy
-    if strategy.partition_rule != "search" or partition in programs_so_far(execution):
-        return program_of(execution, partition)
+    """The program of a partition; memory needs no times, which a runtime's dtype may not have on the scenario's GPU."""
+    programs = programs_so_far(execution)
+    if partition in programs:
+        return programs[partition]
     return build_program(execution, columns(partition.chunk_lens), _cost_for_memory(execution))
 
 

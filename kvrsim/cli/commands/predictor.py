@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -161,6 +160,8 @@ def check_rows(predictor: TtftPredictor, rows: Sequence[PrefillRow]) -> tuple[Pr
 
     Times without a unit are taken in the one that agrees with the predictions. Raises InputError if no row is left.
     """
+    from statistics import median
+
     from calibrate.prefills.fit import PrefillCheck, RowCheck
     from calibrate.prefills.limits import UNITS_S, likely_unit
 
@@ -187,7 +188,7 @@ def check_rows(predictor: TtftPredictor, rows: Sequence[PrefillRow]) -> tuple[Pr
     notes = [f"{count} row{'s' * (count > 1)} left out; accepted: {accepted}" for accepted, count in left_out.items()]
     unitless = checks[False]
     if unitless:
-        ratio = statistics.median(check.measured_s / check.predicted_s for check in unitless)
+        ratio = median(check.measured_s / check.predicted_s for check in unitless)
         unit = likely_unit(ratio)
         notes.append(f"times without a unit are taken to be in {unit}, which agree with the predictor")
         unitless = [replace(check, measured_s=check.measured_s * UNITS_S[unit]) for check in unitless]

@@ -28,6 +28,7 @@ def trace(path: Path) -> str:
     context = rng.integers(100, 4000, count)
     context[::33] = 90_000
     cached = np.where(rng.random(count) < 0.5, context // 2, 0)
+    cached[::33] = 0
     rows = zip(arrival_s, context, cached, rng.integers(50, 300, count), strict=True)
     lines = [f"{arrival:.3f},{tokens},{hit},{output}" for arrival, tokens, hit, output in rows]
     path.write_text("\n".join(["arrival_s,context_tokens,cached_tokens,output_tokens", *lines]) + "\n")

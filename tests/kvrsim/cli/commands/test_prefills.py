@@ -64,7 +64,7 @@ def test_the_fit_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_check_as_json_has_the_agreed_fields(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = answer(capsys, *CHECKED, "rows.csv", "--check")
-    assert set(result) == {"rows", "n", "median_ape", "mape", "coverage", "warnings"}
+    assert set(result) == {"rows", "n", "median_ape", "mape", "coverage", "parts", "first", "warnings"}
     assert set(result["rows"][0]) == {"case", "measured_s", "predicted_s", "low_s", "high_s", "rel_error"}
 
 
