@@ -51,7 +51,7 @@ class DeployEngine(NamedTuple):
     def has_kind(self, degrees: Degrees) -> bool:
         """Whether the engine has layouts of this kind with some model."""
         splits = degrees.scheme is None or degrees.scheme in self.context_models
-        if self.name == "vllm" and degrees.scheme is not None and degrees.pieces is not None:
+        if self.name == "vllm" and degrees.scheme is not None and degrees.pipeline != 1:
             return False  # see _vllm_lacks
         return splits and (self.uneven_pieces or degrees.pieces != "searched")
 

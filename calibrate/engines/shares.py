@@ -35,8 +35,8 @@ _MISS_FACTOR = 10.0  # of the interval score: 2 / (1 - 0.8)
 _OWN_ENGINE = "sglang"  # the engine with a value of its own, because its errors are wider
 _LEAST_CELL = 5  # cells with fewer rows do not show the error that a calibration leaves
 # Centres of the priors: values that fared well on prefills that this fit does not see. Those of engines were 0.55 and
-# 0.72 before launches had factors of mixtures and GPUs, which made the errors of left-out prefills smaller: with them 86.1
-# to 86.5 % of the prefills were inside, with 0.45 and 0.58 85.8 %.
+# 0.72 before launches had factors of mixtures and GPUs, which made the errors of left-out prefills smaller: 86.1 to
+# 86.5 % of the prefills were inside with 0.55 and 0.72, 85.8 % with 0.45 and 0.58.
 START = {
     "floor": 0.05,
     "engine": 0.45,
