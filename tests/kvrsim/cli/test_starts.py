@@ -27,7 +27,7 @@ BUDGETS = [
     (("--help",), 13, ""),
     (("plan", "--help"), 24, ""),
     (("engines", "list", "--json"), 27, ""),
-    (("predictor", "lookup", "ttft.json", "--ctx", "1k", "--json"), 27, ""),
+    (("predictor", "lookup", "ttft.json", "--ctx", "1k", "--json"), 28, ""),
     (("clusters", "list", "--json"), 31, "numpy"),
     (("profiles", "list", "--json"), 48, "numpy"),
     (("profiles", "list"), 50, "numpy"),
