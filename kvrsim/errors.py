@@ -23,7 +23,7 @@ class KvrsimError(Exception):
 
 
 class _Absent:
-    """The value of a parameter that was not given."""
+    """The value of a missing parameter."""
 
     def __str__(self) -> str:
         return "nothing"

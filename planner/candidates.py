@@ -626,7 +626,7 @@ class _Trial:
 
 
 def _likely_s(execution: Execution, by_name: dict[str, Candidate]) -> float:
-    """An estimate of the TTFT of a strategy that is not simulated yet, in seconds.
+    """Estimated TTFT in seconds of a strategy before its simulation.
 
     Strategies near KVR's chain have the work of the chain: blocks of queries change it by their ratio, and other
     messages gain at most the time of all messages.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from calibrate.engines.fit import (
     left_out,
     log_errors,
 )
-from calibrate.engines.prefills import EnginePrefill, paths_of
+from calibrate.engines.prefills import EnginePrefill, parser_of
 from calibrate.engines.records import shipped_seconds
 from calibrate.engines.settings import Settings, read_settings
 from calibrate.engines.shares import (
@@ -271,12 +270,7 @@ def other_lines(others: Sequence[OtherPrefill]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page."""
-    parser = ArgumentParser(prog="python -m validate.silicon", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("settings", type=Path, metavar="SETTINGS.csv")
-    parser.add_argument("--configs", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument(
-        "--prefills", type=paths_of, required=True, metavar="FILE.csv,FILE.csv", help="prefills of other sources"
-    )
+    parser = parser_of("validate.silicon", (__doc__ or "").split("\n", 1)[0])
     options = parser.parse_args(arguments)
     settings = read_settings(options.settings, options.configs)
     predictors = {}

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import sys
 import tempfile
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from calibrate.engines.fit import ENGINES
-from calibrate.engines.prefills import paths_of
+from calibrate.engines.prefills import parser_of
 from calibrate.engines.settings import Settings, read_settings
 from calibrate.engines.shares import LONG_TOKENS, ErrorRows, RuleFit, fit_shares, read_other_rows, scores_of
 from kvrsim.engine import DEVIATES_OF_80_PERCENT, SHORT_TOKENS
@@ -173,12 +172,7 @@ def page(settings: Settings, rule_fit: RuleFit) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the page."""
-    parser = ArgumentParser(prog="python -m validate.trust", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("settings", type=Path, metavar="SETTINGS.csv")
-    parser.add_argument("--configs", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument(
-        "--prefills", type=paths_of, required=True, metavar="FILE.csv,FILE.csv", help="prefills of other sources"
-    )
+    parser = parser_of("validate.trust", (__doc__ or "").split("\n", 1)[0])
     options = parser.parse_args(arguments)
     settings = read_settings(options.settings, options.configs)
     with tempfile.TemporaryDirectory() as folder:

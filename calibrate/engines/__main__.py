@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
-from calibrate.engines.prefills import paths_of
+from calibrate.engines.prefills import parser_of
 from calibrate.engines.records import FOLDER, records, write_records
 from calibrate.engines.settings import read_settings
 from calibrate.engines.shares import fit_shares, read_other_rows, training_settings
@@ -24,12 +23,7 @@ from kvrsim.errors import KvrsimError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fit and write the records; return the exit code."""
-    parser = ArgumentParser(prog="python -m calibrate.engines", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("settings", type=Path, metavar="SETTINGS.csv")
-    parser.add_argument("--configs", type=Path, required=True, metavar="FOLDER", help="the models' configurations")
-    parser.add_argument(
-        "--prefills", type=paths_of, required=True, metavar="FILE.csv,FILE.csv", help="prefills of other sources"
-    )
+    parser = parser_of("calibrate.engines", (__doc__ or "").split("\n", 1)[0])
     options = parser.parse_args(arguments)
     try:
         settings = read_settings(options.settings, options.configs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,7 +69,18 @@ class EnginePrefill:
         return run_partition(self.execution, self.partition).ttft_s
 
 
-def paths_of(text: str) -> list[Path]:
+def parser_of(module: str, description: str) -> ArgumentParser:
+    """The parser of a module's command line, which names the settings, the models' configurations and the prefills."""
+    parser = ArgumentParser(prog=f"python -m {module}", description=description)
+    parser.add_argument("settings", type=Path, metavar="SETTINGS.csv")
+    parser.add_argument("--configs", type=Path, required=True, metavar="FOLDER", help="the models' configurations")
+    parser.add_argument(
+        "--prefills", type=_paths_of, required=True, metavar="FILE.csv,FILE.csv", help="prefills of other sources"
+    )
+    return parser
+
+
+def _paths_of(text: str) -> list[Path]:
     """Paths with commas between them."""
     return [Path(name) for name in text.split(",")]
 

@@ -484,7 +484,7 @@ def _inner(outer: Mapping[str, object], key: str) -> Mapping[str, object]:
 
 
 def _shared(data: JsonObject, output: Output) -> None:
-    """Read rows that a user has shared; those of a model that kvrsim does not ship have only their own prediction."""
+    """Read rows that a user has shared. kvrsim cannot predict a row again if it does not ship the row's model."""
     if data.text("format") != SHARED:
         raise data.error("format", f'"{SHARED}"')
     unknown = 0
@@ -590,7 +590,7 @@ def _files(sources: Sequence[str | Path | pandas.DataFrame], argument: str) -> I
         yield from inside
 
 
-_SUFFIXES = (".json", ".jsonl", ".csv")  # of the files of a folder that are read
+_SUFFIXES = (".json", ".jsonl", ".csv")  # suffixes of the files that are read from a folder
 
 
 def _form(path: str | Path) -> str | None:

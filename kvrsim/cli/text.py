@@ -37,7 +37,7 @@ _STYLES: dict[str, dict[str, Any]] = {  # styles of texts, as click.style takes 
     **{"red": {"fg": "red"}, "yellow": {"fg": "yellow"}},
 }
 _PROSE = 24  # smallest width of a cell of several words
-_CONTINUED = " \\"  # end of a line of a command that goes on in the next line
+_CONTINUED = " \\"  # end of a line if the command continues in the next line
 
 
 class ShellCommand(str):

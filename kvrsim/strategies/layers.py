@@ -199,7 +199,7 @@ def layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
 
 
 def _exposed_launch_s(ops: Sequence[Op], host: HostRates) -> float | Array:
-    """Seconds of a launch that the kernels of a layer do not hide.
+    """Seconds that a launch adds to the kernels of a layer.
 
     The host launches kernels while earlier ones compute: a share of the shorter of launches and kernels is hidden.
     """
@@ -222,7 +222,7 @@ def launched(op: Op, host: HostRates, launch_s: float | Array) -> Op:
     """The operation with the launches of its kernels: the device's additional time, and the host's time to issue them.
 
     This is the only place that prices launches, so that device and host count the same kernels. launch_s: device
-    seconds of a launch that are not hidden, of shape () or (B,).
+    seconds that a launch adds to its kernel, of shape () or (B,).
     """
     if isinstance(op, Compute) and op.kernels:
         device_s = op.device_s + launch_s * op.kernels

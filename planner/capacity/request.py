@@ -64,7 +64,7 @@ class CapacityRequest:
 
     @property
     def step_budget(self) -> int:
-        """Most tokens of a step that requests share."""
+        """Largest number of tokens in a step of several requests."""
         return self.budget or BUDGET
 
     def dispatch(self, *, colocated: bool) -> str:

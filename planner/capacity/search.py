@@ -361,7 +361,7 @@ class FleetSimulator:
         return answer if answer.meets and answer.no_decode is None else None
 
     def _is_enough(self, answer: FleetAnswer) -> bool:
-        """Whether the GPUs of a fleet that are not spare meet the target for these workloads."""
+        """Whether a fleet meets the target for these workloads without its spare GPUs."""
         if -answer.working_gpus % self.limits.node_gpus:
             nodes = math.ceil(answer.working_gpus / self.limits.node_gpus)
             best = self._best_of(answer.fleet)

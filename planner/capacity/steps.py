@@ -57,7 +57,7 @@ class StepTimes:
     host_s: float  # seconds in which the host issues a step with pieces of prompts
     tokens_s: list[float]  # seconds of a step with pieces, without attention and logits, by number of tokens
     head_s: list[float]  # seconds of the logits, by number of sequences that have one
-    decode_s: list[float]  # seconds of a step that only decodes, with empty caches, by number of sequences
+    decode_s: list[float]  # seconds of a step without prompts and with empty caches, by number of sequences
     key_s: list[float]  # seconds per token in the caches, by number of sequences that decode
     prefixes: tuple[int, ...]  # prefixes for which attention is tabulated
     attention_s: list[list[float]]  # seconds of a piece's attention in all layers: [prefix][tokens]
@@ -196,7 +196,7 @@ def _decode_steps(execution: Execution, most: int, longest: int) -> tuple[list[f
 
 
 def _room_bytes(execution: Execution, budget: int) -> float:
-    """Bytes of a GPU that a prompt of one step leaves for caches, its own included; negative if it does not fit."""
+    """Bytes that a GPU has for caches beside a step of `budget` tokens; negative if the step does not fit."""
     request = replace(execution.request, context_len=budget, cached_prefix=0, batch=1)
     asked = execution.with_request(request)
     ranks = memory_of(asked, Partition.even(budget, 1))
