@@ -62,6 +62,7 @@ _MOST_GAIN_OF_CHAIN = 0.001  # largest assumed gain of a search over a chain's a
 # the CPU time of whole plans that follows from them.
 _SECONDS_A_MESSAGE = 1.5e-4  # a message on a bus, where each one is simulated
 _SECONDS_A_LINK = 1e-3  # a message of a chain on a bus, with the plan of its chunks
+_SECONDS_A_PASS = 5e-5  # a piece in a stage of a pipeline on a bus, for all partitions of a batch; for each, a tenth
 _SECONDS_A_PAIR = 5e-6  # a message between any two ranks
 _SECONDS_A_ROUND = 4e-8  # a rank's part in a round of a ring or of an all-gather
 _SECONDS_A_BLOCK = 6e-4  # a rank's operations in a kind of layer
@@ -741,6 +742,9 @@ def _work(execution: Execution, pieces: int) -> _Work:
     """The modelled work of a strategy's simulations; pieces: their number, for pipelines."""
     ranks = execution.cluster.num_gpus
     layers = execution.placed.share.num_hidden_layers
+    if execution.cluster.shares_bandwidth and _only_passes(execution):
+        batch_s = _SECONDS_A_PASS * ranks * pieces
+        return _Work(batch_s, batch_s / 10)
     if execution.cluster.shares_bandwidth:
         messages = layers * ranks * (1 if execution.strategy.chains else ranks)
         seconds = _SECONDS_A_LINK if execution.strategy.chains else _SECONDS_A_MESSAGE
@@ -773,6 +777,11 @@ def _work(execution: Execution, pieces: int) -> _Work:
     return _Work(of_layers.program_s + _SECONDS_A_PAIR * pairs, of_layers.partition_s + 2e-8 * pairs)
 
 
+def _only_passes(execution: Execution) -> bool:
+    """Whether all messages are those that a stage of a pipeline sends to the next one."""
+    return execution.strategy.pipeline is not None and context_ranks(execution.strategy) == 1
+
+
 @once
 def first_s(execution: Execution) -> float:
     """Modelled CPU seconds of the first simulation of a strategy; of a pipeline, of all its numbers of even pieces."""
@@ -782,8 +791,15 @@ def first_s(execution: Execution) -> float:
     is_bus = execution.cluster.shares_bandwidth
     if execution.strategy.partition_rule == "search" and not execution.strategy.near_chain and not is_bus:
         return sum(work) + _SECONDS_A_BALANCE * ranks * len(execution.placed.share.layer_kinds)
-    if execution.strategy.pipeline is None or is_bus:
+    if execution.strategy.pipeline is None or (is_bus and not _only_passes(execution)):
         return sum(work)
+    if is_bus:
+        from planner.search.pipeline import piece_numbers  # imported only for pipelines
+
+        numbers = piece_numbers(execution)
+        if execution.strategy.partition_rule == "searched-pieces":  # begins with the best number of even pieces
+            return _SECONDS_A_PASS * ranks * max(numbers)
+        return _SECONDS_A_PASS * ranks * sum(numbers)
     steps = 2 * pieces + ranks * pieces.bit_length()  # of all numbers of pieces: 1, 2, 4, ...
     kinds = _SEVERAL_KINDS if len(execution.placed.share.layer_kinds) > 1 else 1.0
     return max(sum(work), _SECONDS_A_PIPELINE_STEP * kinds * steps)

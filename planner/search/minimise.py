@@ -70,8 +70,11 @@ class Evaluator:
         first = 0
         for block in runner.blocks(chunks):
             layers = None if stage_layers is None else stage_layers[:, first : first + block.shape[1]]
-            parts.append(runner.finish_s(block, last_only=True, enough_s=enough_s, stage_layers=layers)[-1])
             first += block.shape[1]
+            if parts and self.is_spent:
+                parts.append(np.full(block.shape[1], np.inf))
+                continue
+            parts.append(runner.finish_s(block, last_only=True, enough_s=enough_s, stage_layers=layers)[-1])
             self._count(len(parts[-1]), float(parts[-1].min()))
         return np.concatenate(parts)
 

@@ -254,11 +254,16 @@ class _PipelineSearch:
 
     def run(self, given: Row | None) -> RowTime:
         """Return the best row and its TTFT; if `given` fixes the ends of pieces, only the layers are searched."""
+        if self.execution.cluster.shares_bandwidth:
+            row = self._on_own_links(given)
+            if given is None:
+                return self._descend(row, moves_pieces=True)
+            start, start_s = self._fastest(given[None])
+            row_s = float(self.evaluate(row[None])[0])
+            return min((start, start_s), (row, row_s), key=itemgetter(1))
         if given is not None:
             start, _ = self._fastest(given[None])
             return self._descend(start, moves_pieces=False)
-        if self.execution.cluster.shares_bandwidth:
-            return self._descend(self._on_own_links(), moves_pieces=True)
         starts = self._starts()
         best, best_s = starts[0]
         if best_s * (1 - _MOST_GAIN) > self._to_beat_s:
@@ -340,12 +345,12 @@ class _PipelineSearch:
             seconds.append(np.maximum(segment.device_s, segment.host_s))
         return np.asarray(np.stack(seconds)[np.array(self.execution.placed.share.layer_kind_index)])
 
-    def _on_own_links(self) -> Row:
+    def _on_own_links(self, given: Row | None) -> Row:
         """The best row for separate links, each with a fair share of the bus; this search takes little time."""
         flows = max(1, self.num_stages - 1)
         linked = self.execution.placed.with_own_links(self.execution.cluster.link.bandwidth_bytes_per_s / flows)
         run = _PipelineSearch(self.execution.on(linked), self.stride, self.least)
-        row, _ = run.run(None)
+        row, _ = run.run(given)
         self.evaluator.evaluations += run.evaluator.evaluations
         return row
 
