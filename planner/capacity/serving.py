@@ -5,6 +5,9 @@ chunked prefill do: first one token of every sequence that decodes, then the res
 prompts of its queue, in order. A prompt that is longer than the rest of the budget is cut. A request begins if there is
 memory for its whole sequence, output included, so that no sequence is ever evicted.
 
+With turns of sessions, a turn arrives when the answer before it has ended and its user has thought. The caches of the
+groups (prefixes.py) choose the group, and say how many tokens of the prompt need not be computed when it begins.
+
 Groups that only prefill serve requests of one output token; groups that only decode, requests without new tokens.
 Decode steps between two events are run as one block, so the time of a simulation depends on requests, not on tokens.
 """
@@ -13,13 +16,15 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
 
 from kvrsim.program import Array
+from planner.capacity.prefixes import PrefixCaches, PrefixTraffic, Tier
 from planner.capacity.steps import Piece, StepTimes
 
 _NEVER = float("inf")
@@ -35,6 +40,7 @@ class StepRequests:
     cached_prefix: Numbers  # tokens before these
     decode_steps: Numbers  # tokens after the first one
     cache_bytes: Array  # bytes of a GPU for the cache of the whole sequence
+    prefixes: PrefixTraffic | None = None  # turns of sessions: cached prefixes follow from them; None: no sessions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +52,8 @@ class StepRun:
     last_s: Array  # the last token
     group: Numbers  # number of the group that served the request
     busy_s: float  # busy time of the groups, summed
+    arrival_s: Array | None = None  # arrivals of turns, which depend on the ends of those before; None: no sessions
+    hits: Mapping[Tier, Numbers] = field(default_factory=dict)  # tokens of each prompt in a cache, by memory
 
     def tpot_s(self, requests: StepRequests) -> Array:
         """Mean time per output token after the first; 0 for one token, nan for requests that are not served."""
@@ -78,11 +86,12 @@ class _StepGroup:
 
     __slots__ = (
         *("decoding", "end_s", "ending", "ends", "held_bytes", "keys", "now_s", "part"),
-        *("queue", "running", "steps", "steps_done", "times", "version", "waiting"),
+        *("load_s", "number", "queue", "running", "steps", "steps_done", "times", "version", "waiting"),
     )
 
-    def __init__(self, queue: _StepQueue) -> None:
+    def __init__(self, queue: _StepQueue, number: int) -> None:
         self.queue = queue
+        self.number = number
         self.times = queue.times
         self.waiting = deque[int]()
         self.part: tuple[int, int] | None = None  # request of which some pieces are computed, and its tokens so far
@@ -97,6 +106,7 @@ class _StepGroup:
         self.now_s = 0.0  # begin of the block
         self.end_s = _NEVER
         self.version = 0  # changes with `end_s`
+        self.load_s = 0.0  # seconds in which the prefixes of this step are loaded
 
     def arrive(self, request: int, now_s: float) -> bool:
         """Queue a request; return whether `end_s` has changed."""
@@ -124,7 +134,9 @@ class _StepGroup:
             pieces = self._pieces(now_s)
         if pieces:
             self.steps = 1
-            self.end_s = now_s + self.times.mixed_s(pieces, len(self.ending), self.decoding, self.keys)
+            step_s = self.times.mixed_s(pieces, len(self.ending), self.decoding, self.keys)
+            self.end_s = now_s + max(step_s, self.load_s)
+            self.load_s = 0.0
         elif self.decoding:
             self.steps = self.ends[0][0] - self.steps_done
             self.end_s = now_s + self.times.decoding_s(self.steps, self.decoding, self.keys)
@@ -146,6 +158,8 @@ class _StepGroup:
                 self.running += 1
                 self.held_bytes += queue.cache_bytes[request]
                 queue.begin_s[request] = now_s
+                if queue.caches is not None:
+                    self._find_prefix(queue.caches, request)
             else:
                 request, done = self.part
                 self.part = None
@@ -169,14 +183,22 @@ class _StepGroup:
         held_bytes = self.held_bytes + self.queue.cache_bytes[request]
         return self.running < self.times.most_sequences and held_bytes <= self.times.room_bytes
 
+    def _find_prefix(self, caches: PrefixCaches, request: int) -> None:
+        """Let the caches say which tokens of a request that begins are computed already."""
+        queue = self.queue
+        cached, load_s = caches.begin(request, self.number, self.times.room_bytes - self.held_bytes)
+        queue.cached_prefix[request] = cached
+        queue.new_tokens[request] = queue.context_len[request] - cached
+        self.load_s += load_s
+
     def _decode(self, request: int) -> None:
         """Let a request decode from the next step on."""
         self.decoding += 1
         self.keys += self.queue.context_len[request] + 1
         heappush(self.ends, (self.steps_done + self.queue.decode_steps[request], request))
 
-    def end(self) -> int:
-        """End the block at `end_s`, and return the number of requests that have ended."""
+    def end(self) -> list[int]:
+        """End the block at `end_s`, and return the requests that have ended."""
         queue = self.queue
         now_s = self.end_s
         queue.busy_s += now_s - self.now_s
@@ -191,7 +213,7 @@ class _StepGroup:
         if self.ending:
             for request in self.ending:
                 queue.first_s[request] = now_s
-                if now_s > queue.latest_s[request]:
+                if now_s - queue.arrival_s[request] > queue.most_first_s:
                     queue.late_first += 1
                 if queue.decode_steps[request]:
                     self._decode(request)
@@ -203,14 +225,16 @@ class _StepGroup:
             self.held_bytes -= queue.cache_bytes[request]
             if now_s - queue.first_s[request] > queue.most_decode_s[request]:
                 queue.late_last += 1
+            if queue.caches is not None:
+                queue.caches.end(request, self.number, self.times.room_bytes - self.held_bytes)
         self.running -= len(ended)
-        return len(ended)
+        return ended
 
 
 class _StepQueue:
     """The requests and results of a simulation, as lists by request."""
 
-    def __init__(self, requests: StepRequests, times: StepTimes, limit: LateLimit | None) -> None:
+    def __init__(self, requests: StepRequests, times: StepTimes, replicas: int, limit: LateLimit | None) -> None:
         count = len(requests.arrival_s)
         elsewhere = requests.new_tokens == 0
         self.times = times
@@ -223,12 +247,14 @@ class _StepQueue:
         self.first_s: list[float] = np.where(elsewhere, requests.arrival_s, np.inf).tolist()
         self.last_s = [_NEVER] * count
         self.busy_s = 0.0
-        self.latest_s = [_NEVER] * count  # time of the first token from which the request is late
+        self.caches: PrefixCaches | None = None
+        if requests.prefixes is not None:
+            self.caches = PrefixCaches(requests.prefixes, self.context_len, replicas)
+        self.arrival_s: list[float] = requests.arrival_s.tolist()
+        self.most_first_s = _NEVER if limit is None else limit.ttft_s
         self.most_decode_s = [_NEVER] * count  # time of all later tokens above which the request is late
         self.late_first = 0
         self.late_last = 0
-        if limit is not None:
-            self.latest_s = (requests.arrival_s + limit.ttft_s).tolist()
         if limit is not None and limit.tpot_s is not None:
             most_s = requests.decode_steps * limit.tpot_s
             self.most_decode_s = np.where(requests.decode_steps > 0, most_s, np.inf).tolist()
@@ -243,16 +269,20 @@ def run_steps(
     and its arrival time is not used. None: all arrive at their times. limit: if more requests are late, the simulation
     ends, and the times of the requests that it has not served are infinite.
     """
-    queue = _StepQueue(requests, times, limit)
+    queue = _StepQueue(requests, times, replicas, limit)
+    caches = queue.caches
     allowed = _NEVER if limit is None else limit.allowed
-    groups = [_StepGroup(queue) for _ in range(replicas)]
+    groups = [_StepGroup(queue, number) for number in range(replicas)]
     in_flight = [0] * replicas
     served_by = [0] * len(queue.new_tokens)
     ends: list[tuple[float, int, int]] = []  # heap: end of a group's block, number of the group, version of the end
     software_s = _software_s(requests, times).tolist()
-    ready_s = (requests.arrival_s + software_s)[:users].tolist()
-    ready = sorted(zip(ready_s, range(len(ready_s)), strict=True))  # time from which a request can be in a step
     most = len(software_s)
+    first: Sequence[int] = range(most)[:users]
+    if caches is not None:
+        first = caches.first_turns
+    # Times from which requests can be in a step.
+    ready = sorted((queue.arrival_s[request] + software_s[request], request) for request in first)
     arrived = 0
     while True:
         next_s = ready[arrived][0] if arrived < len(ready) else _NEVER
@@ -262,19 +292,26 @@ def run_steps(
             if version != group.version:
                 continue
             ended = group.end()
-            in_flight[number] -= ended
+            in_flight[number] -= len(ended)
             if users is not None:
-                for request in range(len(ready), min(len(ready) + ended, most)):
+                for request in range(len(ready), min(len(ready) + len(ended), most)):
                     insort(ready, (now_s + software_s[request], request), lo=arrived)
+            elif caches is not None:
+                for turn in filter(None, map(caches.next_turn.__getitem__, ended)):
+                    queue.arrival_s[turn] = max(queue.arrival_s[turn], now_s + caches.think_s[turn])
+                    insort(ready, (queue.arrival_s[turn] + software_s[turn], turn), lo=arrived)
             if max(queue.late_first, queue.late_last) > allowed:
                 break
             group.begin(now_s)
             if group.steps:
                 heappush(ends, (group.end_s, number, group.version))
         elif next_s < _NEVER:
-            number = in_flight.index(min(in_flight))
-            in_flight[number] += 1
             request = ready[arrived][1]
+            if caches is None:
+                number = in_flight.index(min(in_flight))
+            else:
+                number = caches.route(request, in_flight)
+            in_flight[number] += 1
             served_by[request] = number
             group = groups[number]
             if group.arrive(request, next_s):
@@ -288,6 +325,8 @@ def run_steps(
         last_s=np.array(queue.last_s),
         group=np.array(served_by, dtype=np.int64),
         busy_s=queue.busy_s,
+        arrival_s=None if caches is None else np.array(queue.arrival_s),
+        hits={} if caches is None else {tier: np.array(tokens) for tier, tokens in caches.hits.items()},
     )
 
 
