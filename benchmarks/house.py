@@ -21,6 +21,8 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+if str(ROOT) not in sys.path:  # so that `python benchmarks/house.py` finds the packages
+    sys.path.insert(0, str(ROOT))
 PACKAGES = ("kvrsim", "calibrate", "planner", "validate")
 MOST_PARAMETERS = 8
 PRONOUNS = frozenset({"one", "own", "each", "some"})
@@ -29,6 +31,9 @@ NUM_SHARED_LINES = 1000  # densities are per this number of code lines
 
 # Modules whose numeric constants steer a search: nobody can derive these values from the machine.
 TUNED = ("planner/search", "planner/candidates", "planner/capacity", "planner/grid", "kvrsim/executors")
+
+# The strategies, and the grammar of layouts, in which tp and pp are parts of a name.
+NAMES_STRATEGIES = ("kvrsim/strategies/", "kvrsim/layout.py")
 
 # Layers of the code, the ground first. A module belongs to the last prefix that matches it.
 LAYERS = (
@@ -219,8 +224,8 @@ def _has_number(value: ast.expr) -> bool:
 
 
 def strategy_names(file: SourceFile) -> Iterator[str]:
-    """Tuples, lists, sets and dicts outside kvrsim/strategies that list strategies by name."""
-    if file.place.startswith("kvrsim/strategies/"):
+    """Tuples, lists, sets and dicts outside NAMES_STRATEGIES that list strategies by name."""
+    if file.place.startswith(NAMES_STRATEGIES):
         return
     from kvrsim.strategies import STRATEGIES
 

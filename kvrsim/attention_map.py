@@ -7,7 +7,8 @@ from itertools import accumulate
 from typing import Any
 
 from kvrsim.errors import InputError
-from kvrsim.strategies.base import Strategy
+from kvrsim.scenario import Partition
+from kvrsim.strategies import KVR_E, TSP, Strategy
 
 COUNTED = "tsp, kvr-e, kvr-s, kvr-p or kvr-b, whose attention the paper counts"
 
@@ -35,10 +36,9 @@ class AttentionMap:
     @classmethod
     def of(cls, strategy: Strategy, chunks: tuple[int, ...], query_blocks: tuple[int, ...] | None) -> AttentionMap:
         """The map of a strategy with a partition. Raises InputError for a strategy that the paper does not count."""
-        is_tsp = strategy.name == "tsp"
-        if not (is_tsp or strategy.chains) or strategy.group_size != 1:
+        if not (strategy == TSP or strategy.chains) or strategy.group_size != 1:
             raise InputError("explain", strategy.name, COUNTED)
-        return cls(chunks=chunks, gathers=is_tsp, query_blocks=query_blocks or ())
+        return cls(chunks=chunks, gathers=strategy.gathers_kv, query_blocks=query_blocks or ())
 
     @property
     def num_tokens(self) -> int:
@@ -101,13 +101,12 @@ class PaperCounts:
     @property
     def maps(self) -> dict[str, AttentionMap]:
         """The prefill, and even chunks with both ways to hand on K and V, by title."""
-        from kvrsim.scenario import Partition
-
         even = Partition.even(self.attention.num_tokens, len(self.attention.chunks)).chunk_lens
-        maps = {"tsp": AttentionMap(chunks=even, gathers=True), "kvr-e": AttentionMap(chunks=even, gathers=False)}
-        return {self.strategy: self.attention} | {
-            name: even_map for name, even_map in maps.items() if name != self.strategy
-        }
+        maps = {self.strategy: self.attention}
+        for strategy in (TSP, KVR_E):
+            if strategy.name not in maps:
+                maps[strategy.name] = AttentionMap(chunks=even, gathers=strategy.gathers_kv)
+        return maps
 
     @property
     def least_s(self) -> float:

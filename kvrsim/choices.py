@@ -11,9 +11,8 @@ Attention = Literal["eager", "sdpa", "flash"]  # kernels that the runtime measur
 ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 
 DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp8": 1, "fp32": 4}  # bytes of one element
-DTYPES = tuple(
-    DTYPE_BYTES
-)  # element types; fp8: matrix products of layers are in FP8, other operations in half precision
+# Element types; fp8: matrix products of layers are in FP8, other operations in half precision.
+DTYPES = tuple(DTYPE_BYTES)
 
 PrefixPlace = Literal["all", "sharded", "host", "remote"]  # where the K and V of a cached prefix are stored
 PREFIX_PLACEMENTS: tuple[PrefixPlace, ...] = get_args(PrefixPlace)
@@ -23,7 +22,6 @@ Device = Literal["auto", "cpu", "cuda"]
 DEVICES: tuple[Device, ...] = get_args(Device)
 
 RankBackend = Literal["gloo", "nccl"]  # backends of torch.distributed
-RANK_BACKENDS: tuple[RankBackend, ...] = get_args(RankBackend)
 
 Method = Literal["auto", "analytical", "grid"]  # search methods of a partition
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -39,32 +37,65 @@ PoolBackend = Literal["loky", "dask", "ray"]  # of joblib; "loky" starts process
 POOL_BACKENDS: tuple[PoolBackend, ...] = get_args(PoolBackend)
 
 FleetObjective = Literal["gpus", "cost"]  # quantities that a capacity plan can minimise
-FLEET_OBJECTIVES: tuple[FleetObjective, ...] = get_args(FleetObjective)
 
-SECTIONS = (  # sections of the help, in this order
-    *("Question", "Workload", "Target", "Fleet", "Machine", "Search", "Randomness", "Measurement", "Processes"),
+# Sections of the help, in this order.
+SECTIONS = (
+    "Question",
+    "Workload",
+    "Target",
+    "Fleet",
+    "Machine",
+    "Search",
+    "Randomness",
+    "Measurement",
+    "Processes",
     "Output",
 )
 ALL_OPTIONS = "kvrsim.all_options"  # key in a command's context; if set, the help shows every option
 FEW_OPTIONS = 14  # number of options in a short help: required ones, then FIRST_OPTIONS
+# Options that a short help shows after the required ones, in the order of their importance.
 FIRST_OPTIONS = (
-    *(
-        "max_median_error",
-        "min_coverage",
-        "max_interval_score",
-        "requests",
-        "slo_ttft",
-        "percentile",
-        "max_gpus",
-        "price_per_gpu_hour",
-        "tpot",
-        "emit",
-        "plot",
-        "ctx",
-        "gpus",
-    ),
-    *("strategy", "strategies", "partition", "slo", "rate", "engine", "only_deployable", "dtype", "cached_prefix"),
-    *("explain", "breakdown", "check", "output_tokens", "measurements", "top"),
-    *("profile", "output", "minutes", "ranks", "even_if_busy", "repeats", "noise", "model", "name", "link_bandwidths"),
-    *("gpu", "link", "report", "device", "json"),
+    "max_median_error",
+    "min_coverage",
+    "max_interval_score",
+    "requests",
+    "slo_ttft",
+    "percentile",
+    "max_gpus",
+    "price_per_gpu_hour",
+    "tpot",
+    "emit",
+    "plot",
+    "ctx",
+    "gpus",
+    "strategy",
+    "strategies",
+    "partition",
+    "slo",
+    "rate",
+    "engine",
+    "only_deployable",
+    "dtype",
+    "cached_prefix",
+    "explain",
+    "breakdown",
+    "check",
+    "output_tokens",
+    "measurements",
+    "top",
+    "profile",
+    "output",
+    "minutes",
+    "ranks",
+    "even_if_busy",
+    "repeats",
+    "noise",
+    "model",
+    "name",
+    "link_bandwidths",
+    "gpu",
+    "link",
+    "report",
+    "device",
+    "json",
 )

@@ -48,12 +48,17 @@ class Execution(Source):
             scenario = scenario.on_gpus(1)
         return layout_of(scenario, self.strategy.degrees)
 
+    @cached_property
+    def stages(self) -> tuple[range, ...]:
+        """Layer numbers of each stage of a pipeline."""
+        return stages(self.strategy, self.placed.share.num_hidden_layers, self.cluster.num_gpus)
+
     @property
     def stage_layers(self) -> tuple[int, ...] | None:
         """Number of layers of each stage; None if the strategy is not a pipeline."""
-        if self.strategy.pipeline is None:
+        if not self.strategy.is_pipeline:
             return None
-        return tuple(map(len, stages(self.strategy, self.placed.share.num_hidden_layers, self.cluster.num_gpus)))
+        return tuple(map(len, self.stages))
 
     def on(self, placed: PlacedScenario) -> Execution:
         """Return the same strategy on other ranks, such as ranks with slower links."""

@@ -27,7 +27,8 @@ from typing import Annotated, Literal
 from kvrsim.errors import InputError
 from kvrsim.io.schema import Check
 
-ENGINE_SCHEMES = ("zigzag", "interleave")  # schemes of context parallelism in serving engines
+_SCHEME_OF_SUFFIX = {"": "zigzag", "-i": "interleave"}  # how ranks split the context, by what follows cpN
+ENGINE_SCHEMES = tuple(_SCHEME_OF_SUFFIX.values())  # the schemes of context parallelism in serving engines
 Exchange = Literal["none", "all-to-all", "gather"]
 Pieces = Literal["none", "even", "searched"]
 _PART = re.compile(r"(tp|pp|cp|dp|ep|edp)([1-9]\d{0,4})?(-s|-i)?")
@@ -109,7 +110,7 @@ def parse_degrees(name: str, parameter: str = "strategy") -> tuple[Degrees, str 
     if "ep" in sizes and "edp" in sizes:
         raise InputError(parameter, name, "epN or edpN, as experts are either spread or copied")
     if "cp" in sizes and sizes["cp"] != 1:
-        scheme = "interleave" if words["cp"] else "zigzag"
+        scheme = _SCHEME_OF_SUFFIX[words["cp"]]
         if words.get("pp"):
             raise InputError(parameter, name, "even pieces where ranks split the context: ppM+cpK, without -s")
     fields = {_FIELDS[part]: size for part, size in sizes.items() if part in _FIELDS}

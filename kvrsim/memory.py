@@ -24,12 +24,11 @@ from kvrsim.kernels.experts import RoutedExperts
 from kvrsim.model.mixers import Attention, LatentAttention, Recurrence
 from kvrsim.model.spec import LayerSpec
 from kvrsim.once import once
-from kvrsim.placement import PlacedScenario
 from kvrsim.program import Array, Compute, Load, Op, Program, RingPass, bytes_in_flight
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import Step, Strategy
 from kvrsim.strategies.layers import has_prefill, layer_ops
-from kvrsim.strategies.pipeline import context_ranks, stages
+from kvrsim.strategies.pipeline import context_ranks
 
 EAGER_SCORE_PEAK_BYTES = 10  # bytes per element of a score matrix in half precision, as counted above
 # bytes per element of the output, as counted above
@@ -88,12 +87,12 @@ def _memories(execution: Execution) -> dict[Partition, tuple[RankMemory, ...]]:
 
 
 def _memory_of(execution: Execution, partition: Partition) -> tuple[RankMemory, ...]:
-    parts = _Parts(execution.placed)
-    if execution.strategy.pipeline is not None:
-        ranks = list(parts.stages(execution.strategy, partition))
+    parts = _Parts(execution)
+    if execution.strategy.is_pipeline:
+        ranks = list(parts.stages(partition))
     else:
         program = _program_of_bytes(execution, partition)
-        ranks = list(parts.ranks(execution.strategy, partition, program.layers, range(program.num_ranks)))
+        ranks = list(parts.ranks(partition, program.layers, range(program.num_ranks)))
     each_group = tuple(rank for rank in ranks for _ in range(execution.placed.gpus_per_rank))
     return each_group * execution.placed.data_groups
 
@@ -106,7 +105,7 @@ def largest_of_even_chunks(execution: Execution) -> list[RankMemory]:
     equal chunks. So only the first and the last of these, and the rank in the middle, are computed, without the
     operations of the others: the time does not increase with the number of ranks. The strategy is not a pipeline.
     """
-    assert execution.strategy.pipeline is None, "stages of a pipeline have different layers"
+    assert not execution.strategy.is_pipeline, "stages of a pipeline have different layers"
     num_ranks = execution.cluster.num_gpus
     partition = Partition.even(execution.request.new_tokens, num_ranks)
     num_long = sum(tokens > partition.chunk_lens[-1] for tokens in partition.chunk_lens)
@@ -116,7 +115,7 @@ def largest_of_even_chunks(execution: Execution) -> list[RankMemory]:
         for step in steps_of(execution, columns(partition.chunk_lens), _cost_for_memory(execution))
     ]
     alike = [0 if rank < num_long else num_long for rank in range(num_ranks)]
-    return list(_Parts(execution.placed).ranks(execution.strategy, partition, layers, ranks, alike))
+    return list(_Parts(execution).ranks(partition, layers, ranks, alike))
 
 
 class _LayerOnDemand(Sequence[tuple[Op, ...]]):
@@ -154,15 +153,12 @@ def fits(scenario: Scenario, memory: tuple[RankMemory, ...]) -> bool:
     return all(rank.total <= limit_bytes for rank in memory)
 
 
-def bytes_of_layers(scenario: PlacedScenario) -> tuple[float, ...]:
-    """Bytes of the weights and the KV-cache of each layer; with the embedding in the first and the head in the last.
-
-    scenario: per rank of a pipeline.
-    """
-    parts = _Parts(scenario)
-    model = scenario.share
-    width = scenario.request.dtype_bytes
-    caches = [parts.cache(kind, scenario.request.context_len) for kind in model.layer_kinds]
+def bytes_of_layers(execution: Execution) -> tuple[float, ...]:
+    """Bytes of the weights and the KV-cache of each layer; with the embedding in the first and the head in the last."""
+    parts = _Parts(execution)
+    model = parts.model
+    width = parts.width
+    caches = [parts.cache(kind, parts.request.context_len) for kind in model.layer_kinds]
     layers = [
         weights + caches[kind] for weights, kind in zip(model.layer_bytes(width), model.layer_kind_index, strict=True)
     ]
@@ -176,7 +172,9 @@ def bytes_of_layers(scenario: PlacedScenario) -> tuple[float, ...]:
 class _Parts:
     """Bytes that a GPU holds for one batch, part by part."""
 
-    def __init__(self, scenario: PlacedScenario) -> None:
+    def __init__(self, execution: Execution) -> None:
+        scenario = execution.placed
+        self.execution = execution
         self.scenario = scenario
         self.model = scenario.share
         self.request = scenario.request
@@ -194,7 +192,6 @@ class _Parts:
 
     def ranks(
         self,
-        strategy: Strategy,
         partition: Partition,
         layers: Sequence[Sequence[Sequence[Op]]],
         ranks: Sequence[int],
@@ -203,11 +200,9 @@ class _Parts:
         """Memory of some ranks; layers: operations by kind of layer and rank. alike: see bytes_in_flight."""
         in_flight = np.array([bytes_in_flight(kind, ranks, alike) for kind in layers])
         for index, rank in enumerate(ranks):
-            yield self._rank(strategy, partition, [kind[rank] for kind in layers], rank, in_flight[:, index])
+            yield self._rank(partition, [kind[rank] for kind in layers], rank, in_flight[:, index])
 
-    def _rank(
-        self, strategy: Strategy, partition: Partition, kinds: Sequence[Sequence[Op]], rank: int, in_flight: Array
-    ) -> RankMemory:
+    def _rank(self, partition: Partition, kinds: Sequence[Sequence[Op]], rank: int, in_flight: Array) -> RankMemory:
         """Memory of a rank; `kinds`, `in_flight`: its operations and its bytes in flight, for each kind of layer."""
         model = self.model
         request = self.request
@@ -222,7 +217,7 @@ class _Parts:
             # Bytes that are loaded for only this layer count as in flight.
             dropped = sum(op.nbytes.item() for op in kind if isinstance(op, Load) and not op.ahead)
             peak = max(cached, default=self.cache(layer, request.context_len)) - dropped
-            gathers = strategy.gathers_kv and access.access == "pass-kv"
+            gathers = self.execution.strategy.gathers_kv and access.access == "pass-kv"
             caches.append(peak - others * gathers)
             gathered.append(in_flight_bytes + peak - caches[-1])
         ops = [op for kind in kinds for op in kind if isinstance(op, Compute | RingPass)]
@@ -240,7 +235,7 @@ class _Parts:
             runtime=RUNTIME_BYTES,
         )
 
-    def stages(self, strategy: Strategy, partition: Partition) -> Iterator[RankMemory]:
+    def stages(self, partition: Partition) -> Iterator[RankMemory]:
         """Memory of the ranks of a pipeline.
 
         A rank holds its stage's layers, the K and V of all tokens in them, and its share of one piece at a time. The
@@ -248,7 +243,7 @@ class _Parts:
         holds the logits.
         """
         model = self.model
-        context = context_ranks(strategy)
+        context = context_ranks(self.execution.strategy)
         longest = max(partition.chunk_lens)
         piece = -(-longest // context)
         layer_bytes = model.layer_bytes(self.width)
@@ -259,7 +254,7 @@ class _Parts:
         tensors = self.batch * piece * self._elements * self.width
         scores = self._scores(self._all_scores(piece if context == 1 else -(-piece // 2)))
         experts = self._experts(piece, longest)
-        for layers in stages(strategy, model.num_hidden_layers, self.scenario.cluster.num_gpus):
+        for layers in self.execution.stages:
             begins = layers[0] == 0
             ends = layers[-1] == model.num_hidden_layers - 1
             own = slice(layers.start, layers.stop)

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvrsim.arguments import SearchArgs
 from kvrsim.choices import PrefixAccess
-from kvrsim.compile import columns, program_of
+from kvrsim.compile import columns, pipeline_computes_s, program_of
 from kvrsim.errors import ABSENT, InputError
 from kvrsim.execution import Execution
 from kvrsim.executors.access import execution_of, prefix_accesses
@@ -41,8 +41,7 @@ from kvrsim.strategies import (
     names_with_spread_experts,
     rare_names,
 )
-from kvrsim.strategies.pipeline import context_ranks, pipeline_computes_s
-from kvrsim.strategies.pipeline import program as pipeline_program
+from kvrsim.strategies.pipeline import context_ranks
 from kvrsim.units import format_bytes
 from planner.deploy_engines import deploy_engine, engines_with
 from planner.estimate import estimate_s
@@ -159,11 +158,9 @@ class Candidate:
     @cached_property
     def compute_s(self) -> tuple[float, ...]:
         """Device time of each rank's own operations."""
-        if self.strategy.pipeline is not pipeline_program:
+        if not self.strategy.is_pipeline:
             return tuple(computes_s(self.program))
-        pieces = columns(self.partition.chunk_lens)
-        placed = self.execution.placed
-        return tuple(pipeline_computes_s(placed, self.strategy, pieces, placed.cost))
+        return tuple(pipeline_computes_s(self.execution, columns(self.partition.chunk_lens)))
 
     @property
     def query_blocks(self) -> tuple[int, ...] | None:
@@ -255,7 +252,7 @@ class Candidate:
     def prefix_access(self) -> PrefixAccess | None:
         """How ranks attend to a cached prefix on other GPUs; None: the prefix is on the GPUs that use it."""
         plan = self.execution.placed.prefix_access_plan
-        each_stage_has_its_layers = self.strategy.pipeline is not None and plan.source is None
+        each_stage_has_its_layers = self.strategy.is_pipeline and plan.source is None
         return None if plan.is_local or each_stage_has_its_layers else plan.access
 
 
@@ -386,7 +383,7 @@ def partition_of(execution: Execution, partition: Sequence[int] | None = None) -
 def _check_partition(partition: Sequence[int], execution: Execution) -> Partition:
     tokens = execution.request.new_tokens
     ranks = execution.cluster.num_gpus
-    if execution.strategy.pipeline is None:
+    if not execution.strategy.is_pipeline:
         return Partition.of(partition, num_tokens=tokens, num_ranks=ranks)
     result = Partition.of(partition, num_tokens=tokens, num_ranks=len(partition))
     if min(partition) < (context := context_ranks(execution.strategy)):
@@ -445,7 +442,7 @@ def strategies_to_compare(
 
     def is_meant(execution: Execution) -> bool:
         strategy = execution.strategy
-        if noisy and not (strategy.group_size == 1 and strategy.pipeline is None):
+        if noisy and (strategy.group_size != 1 or strategy.is_pipeline):
             return False
         return only is None or only.has(execution)
 
@@ -749,7 +746,7 @@ def _work(execution: Execution, pieces: int) -> _Work:
         messages = layers * ranks * (1 if execution.strategy.chains else ranks)
         seconds = _SECONDS_A_LINK if execution.strategy.chains else _SECONDS_A_MESSAGE
         return _Work(seconds * messages, 3e-7 * messages)
-    if execution.strategy.pipeline is not None:
+    if execution.strategy.is_pipeline:
         if execution.placed.prefix_access_plan.source is not None:  # loads of a cached prefix: one program per layout
             return _Work(_SECONDS_A_STAGE * ranks, _SECONDS_A_STEP * layers * (pieces + ranks))
         partition_s = _SECONDS_A_PIPELINE_STEP * (pieces + ranks) / min(max(4096 // pieces, 48), 192)
@@ -779,7 +776,7 @@ def _work(execution: Execution, pieces: int) -> _Work:
 
 def _only_passes(execution: Execution) -> bool:
     """Whether all messages are those that a stage of a pipeline sends to the next one."""
-    return execution.strategy.pipeline is not None and context_ranks(execution.strategy) == 1
+    return execution.strategy.is_pipeline and context_ranks(execution.strategy) == 1
 
 
 @once
@@ -791,7 +788,7 @@ def first_s(execution: Execution) -> float:
     is_bus = execution.cluster.shares_bandwidth
     if execution.strategy.partition_rule == "search" and not execution.strategy.near_chain and not is_bus:
         return sum(work) + _SECONDS_A_BALANCE * ranks * len(execution.placed.share.layer_kinds)
-    if execution.strategy.pipeline is None or (is_bus and not _only_passes(execution)):
+    if not execution.strategy.is_pipeline or (is_bus and not _only_passes(execution)):
         return sum(work)
     if is_bus:
         from planner.search.pipeline import piece_numbers  # imported only for pipelines
@@ -818,7 +815,7 @@ def least_bytes(execution: Execution) -> int:
     searched pipelines, the mean of weights and cache over the stages, because layers may move between stages.
     """
     strategy = execution.strategy
-    if strategy.pipeline is not None:
+    if strategy.is_pipeline:
         from planner.search.pipeline import piece_numbers  # imported only for pipelines
 
         number = max(piece_numbers(execution), default=1)

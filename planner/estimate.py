@@ -20,7 +20,7 @@ from kvrsim.program import AllGather, AllToAll, Array, Collective, Compute, Load
 from kvrsim.scenario import Partition
 from kvrsim.strategies import Step
 from kvrsim.strategies.layers import before_step, embedding, has_prefill, last, layer_ops, request
-from kvrsim.strategies.pipeline import context_ranks, shares, stages
+from kvrsim.strategies.pipeline import context_ranks, shares
 
 _PIECES_A_STAGE = (0.25, 1.0, 4.0)  # pieces per stage of an estimated pipeline; the fastest number counts
 
@@ -41,7 +41,7 @@ def estimates_s(execution: Execution, cost: CostModel, num_columns: int = 1) -> 
     if cluster.shares_bandwidth:
         share = cluster.link.bandwidth_bytes_per_s / max(1, cluster.num_gpus - 1)
         execution = execution.on(execution.placed.with_own_links(share))
-    if execution.strategy.pipeline is not None:
+    if execution.strategy.is_pipeline:
         return np.array([_pipeline_s(execution, column_of(cost, column)) for column in range(num_columns)])
     num_ranks = execution.cluster.num_gpus
     even = Partition.even(execution.request.new_tokens, num_ranks)
@@ -68,7 +68,7 @@ def _pipeline_s(execution: Execution, cost: CostModel) -> float:
     tokens = execution.request.new_tokens
     context = context_ranks(strategy)
     kinds = execution.placed.share.layer_kind_index
-    layers = stages(strategy, len(kinds), execution.cluster.num_gpus)
+    layers = execution.stages
     most = max(1, tokens // context)
     least_s = math.inf
     for number in sorted({min(most, max(1, round(share * len(layers)))) for share in _PIECES_A_STAGE}):

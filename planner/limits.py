@@ -41,7 +41,7 @@ def limits_of(execution: Execution, partition: Partition, *, is_estimated: bool 
     if is_estimated:
         estimates_s(execution, cost)
     else:
-        build_program(execution, chunks[: 1 if execution.strategy.pipeline else None], cost)
+        build_program(execution, chunks[: 1 if execution.strategy.is_pipeline else None], cost)
     kinds = list(dict.fromkeys(part.kind for part in parts))
     weights = {part: np.where(np.arange(len(kinds) + 1) == kinds.index(part.kind), 1 + _STEP, 1.0) for part in parts}
     wide = np.stack([np.repeat(chunk, len(kinds) + 1) for chunk in chunks])

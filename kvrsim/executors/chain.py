@@ -73,7 +73,7 @@ class Chain:
         """Whether the program is a chain of KV-Runahead with equal layers on unshared links."""
         return (
             execution.strategy.layer is KVR_S.layer
-            and execution.strategy.pipeline is None
+            and not execution.strategy.is_pipeline
             and cluster.num_gpus > 1
             and not cluster.shares_bandwidth
             and execution.placed.chain_is_proven

@@ -22,13 +22,13 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvrsim.compile import PieceOps
 from kvrsim.execution import Execution
 from kvrsim.executors.batch import Block, Message, Segment, Step, layer_matrix, rows_of, seconds_on, segment_of
 from kvrsim.hardware import Cluster, Path
 from kvrsim.kernels.cost import CostModel
 from kvrsim.placement import PlacedScenario
 from kvrsim.program import AllGather, Array, Op, Recv, slower
-from kvrsim.strategies.pipeline import PieceOps, program, stages
 
 Index = npt.NDArray[np.intp]
 
@@ -45,9 +45,7 @@ def run_pipeline(
     pieces: tokens of each piece, arrays of shape (B,). stage_layers: layers per stage of each partition, shape (stages,
     B), for stages of one rank; None: those of the strategy.
     """
-    if execution.strategy.pipeline is not program:
-        return None
-    ops = PieceOps.of(execution.placed, execution.strategy, pieces, cost)
+    ops = PieceOps.of(execution, pieces, cost)
     context = len(ops.embedding)
     gathers = int(context > 1)  # of each rank in a layer
     for ops_of_rank in chain.from_iterable(ops.layers):
@@ -58,8 +56,7 @@ def run_pipeline(
     if context > _MOST_CONTEXT or (context > 1 and cluster.shares_bandwidth):
         return None
     if stage_layers is None:
-        layers_of_stage = stages(execution.strategy, len(execution.placed.share.layer_kind_index), cluster.num_gpus)
-        stage_layers = np.array([[len(layers)] for layers in layers_of_stage])
+        stage_layers = np.array([[len(layers)] for layers in execution.stages])
     elif (stage_layers == stage_layers[:, :1]).all():
         stage_layers = stage_layers[:, :1]
     run = _PipelineRun(execution.placed, ops, stage_layers, cluster, cost)

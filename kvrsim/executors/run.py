@@ -79,7 +79,7 @@ class Runner:
         _keep_freed_memory()
         if draw is None and self.chain is not None:
             return self._chain_finish_s(self.chain, chunks, last_only, enough_s)
-        if draw is None and self.execution.strategy.pipeline is not None:
+        if draw is None and self.execution.strategy.is_pipeline:
             from kvrsim.executors.pipeline import run_pipeline  # imported only for pipelines
 
             cost = self.cost or self.execution.placed.cost

@@ -14,11 +14,10 @@ from kvrsim.errors import InputError
 from kvrsim.kernels.layer import LayerCosts
 from kvrsim.layout import Degrees
 from kvrsim.model.spec import ModelSpec
-from kvrsim.program import SEND_COPIES, AllGather, Array, Compute, Op, Payload, Program, Recv, Send
+from kvrsim.program import SEND_COPIES, AllGather, Array, Compute, Op, Payload, Recv, Send
 
 PartitionRule = Literal["whole", "even", "search", "table", "pieces", "searched-pieces"]
 LayerProgram = Callable[["Step", int], Iterator[Op]]
-PipelineProgram = Callable[..., Program]  # program from scenario, strategy, pieces and costs; see pipeline.py
 Refusal = Callable[[ModelSpec, int], str | None]
 # What considers a strategy where the user names none: hybrids tpN+NAME of a plan, fleets, fleets whose GPUs share one
 # bandwidth, maps, and confirmations.
@@ -64,7 +63,6 @@ class Strategy:
     layer: LayerProgram  # the operations of one rank in one layer
     gathers_kv: bool = False  # whether every rank has the K and V of the whole context before its attention
     degrees: Degrees = _ALL_RANKS  # sizes of its layout
-    pipeline: PipelineProgram | None = None  # function that builds the program if ranks hold different layers
     stage_layers: tuple[int, ...] | None = None  # layers per stage of a pipeline; None: as even as possible
     refuses: Refusal | None = None  # function returning the requirement that a model and number of ranks do not meet
     passes_state: bool = False  # whether chunks follow each other in rank order, so that a state can be sent on
@@ -95,6 +93,11 @@ class Strategy:
             raise InputError("query_blocks", self.query_blocks, "rising numbers of calls, at least 1")
         if replace(self.degrees, scheme=None) == _ALL_RANKS:
             object.__setattr__(self, "degrees", replace(self.degrees, scheme=self.name))
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether ranks hold different layers, and the context goes through them in pieces."""
+        return self.partition_rule in ("pieces", "searched-pieces")
 
     @property
     def group_size(self) -> int | None:

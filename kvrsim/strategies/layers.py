@@ -240,10 +240,10 @@ def _layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
         yield step.output_mlp(rank)
     elif step.costs.has_state:
         ops = _with_state(step, rank, in_turn=strategy.sends_in_turn)
-        load = prefix_load(strategy, step, rank) if strategy.pipeline is None else None
+        load = None if strategy.is_pipeline else prefix_load(strategy, step, rank)
         yield from ops if load is None else _insert(ops, load)
     else:
-        local = step.costs.setting.prefix.is_local or strategy.pipeline is not None
+        local = step.costs.setting.prefix.is_local or strategy.is_pipeline
         load = None if local else prefix_load(strategy, step, rank)
         layer = SINGLE.layer if step.num_ranks == 1 else strategy.layer
         ops = layer(step, rank)
@@ -271,7 +271,7 @@ def _with_state(step: Step, rank: int, *, in_turn: bool) -> Iterator[Op]:
 def prefix_load(strategy: Strategy, step: Step, rank: int) -> Load | None:
     """Load of a layer's cached prefix on a rank; None if the rank loads nothing. Only the first rank loads a state."""
     costs = step.costs
-    if strategy.pipeline is not None and costs.setting.prefix.source is None:  # a stage holds the prefix of its layers
+    if strategy.is_pipeline and costs.setting.prefix.source is None:  # a stage holds the prefix of its layers
         return None
     if not costs.has_mixer or (costs.has_state and rank):
         return None
@@ -297,7 +297,7 @@ def _insert(ops: Iterable[Op], load: Load) -> Iterator[Op]:
 
 def supported_prefix_access(strategy: Strategy, placement: PrefixPlacement, ranks: int) -> tuple[PrefixAccess, ...]:
     """The ways in which the strategy's ranks may attend to a prefix with this placement."""
-    if ranks == 1 or placement.place == "all" or strategy.pipeline is not None:
+    if ranks == 1 or placement.place == "all" or strategy.is_pipeline:
         return ("whole",)
     if placement.place != "sharded":
         return ("whole", "pass-kv")
@@ -352,7 +352,7 @@ def _all_reduces(step: Step, rank: int) -> Iterator[Collective]:
 
 def placement_refusal(strategy: Strategy, placement: PrefixPlacement) -> str | None:
     """The placement of the cached prefix that the strategy requires; None if it accepts this placement."""
-    if placement.place == "sharded" and strategy.pipeline is not None:
+    if placement.place == "sharded" and strategy.is_pipeline:
         return "a prefix that lies on the stages of its layers, not sharded by tokens"
     if placement.place == "sharded" and strategy.group_size is None:
         return "a prefix of which each GPU has its own heads (all), not sharded"
@@ -363,7 +363,7 @@ def refusal(strategy: Strategy, model: ModelSpec, ranks: int) -> str | None:
     """The requirement that a model and number of ranks do not meet; None if they meet all."""
     divisions = ranks  # ranks, or stages of a pipeline
     context = ranks
-    if strategy.pipeline is not None:
+    if strategy.is_pipeline:
         context = strategy.degrees.context or 1
         divisions = ranks // context
     if strategy.refuses is not None:

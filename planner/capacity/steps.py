@@ -36,7 +36,7 @@ _PER_PIECE = ("append", "attention")  # kinds of operations that a step runs onc
 
 def takes_steps(strategy: Strategy) -> bool:
     """Whether each rank runs all tokens of a step through its layers, so that sequences can share steps."""
-    if strategy.pipeline is not None:
+    if strategy.is_pipeline:
         return False
     return strategy.partition_rule == "whole" or strategy.group_size is None
 

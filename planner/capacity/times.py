@@ -268,7 +268,7 @@ class Prefills:
             simulated = simulated_lengths(int(lengths[0]), int(lengths[-1]))
         padded = np.maximum(simulated, self.num_ranks)  # each rank needs at least one token
         partition_at: Callable[[int], Partition]
-        if self.strategy.pipeline is not None:
+        if self.strategy.is_pipeline:
             pieces = self.pieces(padded, cached_prefix)
             finish_s, slack_s = self._of_pieces(padded, pieces, cached_prefix)
             partition_at = partial(_even_pieces, padded, pieces)
@@ -417,7 +417,7 @@ class Prefills:
 
 def overlaps(strategy: Strategy) -> bool:
     """Whether ranks of a strategy work on several prompts at a time: the stages of a pipeline, and chains."""
-    return strategy.pipeline is not None or strategy.partition_rule == "search"
+    return strategy.is_pipeline or strategy.partition_rule == "search"
 
 
 def slack_of(program: Program, cluster: Cluster, finish_s: Array) -> Array:

@@ -156,7 +156,7 @@ def _with_partition(scenario: Scenario, row: SavedRow) -> Candidate:
     execution = execution_of(scenario, strategy)
     tokens = scenario.request.new_tokens
     num_chunks = len(row.partition)
-    if strategy.pipeline is None:
+    if not strategy.is_pipeline:
         num_chunks = execution.cluster.num_gpus
     partition = Partition.of(row.partition, num_tokens=tokens, num_ranks=num_chunks)
     return Candidate(execution=execution, partition=partition)

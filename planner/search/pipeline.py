@@ -115,10 +115,7 @@ def _that_fits(execution: Execution, pieces: Partition | None) -> tuple[Executio
     num_stages = execution.cluster.num_gpus
     num_layers = execution.placed.share.num_hidden_layers
     found = []
-    for layers in {
-        even_layers(num_layers, num_stages),
-        layers_of_equal_bytes(bytes_of_layers(execution.placed), num_stages),
-    }:
+    for layers in {even_layers(num_layers, num_stages), layers_of_equal_bytes(bytes_of_layers(execution), num_stages)}:
         changed = execution.by(replace(execution.strategy, stage_layers=layers))
         evaluator = Evaluator(changed)
         if pieces is None:

@@ -50,7 +50,7 @@ def weighted_program(execution: Execution, partition: Partition, cost: CostModel
 
 def chunk_of(execution: Execution, partition: Partition, rank: int) -> tuple[int, int]:
     """Tokens of a rank's chunk, and of the context before this chunk; for a pipeline, those of the last piece."""
-    piece = len(partition.chunk_lens) - 1 if execution.strategy.pipeline else rank
+    piece = len(partition.chunk_lens) - 1 if execution.strategy.is_pipeline else rank
     start = execution.request.cached_prefix + sum(partition.chunk_lens[:piece])
     return partition.chunk_lens[piece] // context_ranks(execution.strategy), start
 

@@ -49,7 +49,7 @@ class Disturbance:
         """
         if isinstance(self.num_samples, bool) or not 1 <= self.num_samples <= MAX_SAMPLES:
             raise InputError("samples", self.num_samples, f"a whole number from 1 to {MAX_SAMPLES}")
-        if strategy.group_size != 1 or strategy.pipeline is not None:
+        if strategy.group_size != 1 or strategy.is_pipeline:
             accepted = "strategies whose ranks are single GPUs that run all layers, with `noise`"
             raise InputError("strategy", strategy.name, accepted)
 

@@ -215,7 +215,7 @@ class _Runs:
 
     def _price(self, cost: CostModel) -> None:
         """Price every part of the device's time once. All pieces of a pipeline have the same parts."""
-        build_program(self.execution, self.chunks[: 1 if self.execution.strategy.pipeline else None], cost)
+        build_program(self.execution, self.chunks[: 1 if self.execution.strategy.is_pipeline else None], cost)
 
     def to(self, source: StartupDelay | Perturbation) -> Sensitivity:
         """The sensitivity to a source. If a slower source does not change TTFT, a faster one does not either."""
@@ -373,7 +373,7 @@ def _software(execution: Execution) -> Iterator[StartupDelay | Perturbation]:
             yield StartupDelay(_SOURCES[term], host.request_s, log_sd)
         elif term == "token_s":
             yield StartupDelay(_SOURCES[term], host.token_s * request.batch * request.context_len, log_sd)
-        elif term == "step_s" and execution.strategy.pipeline is None and host.prepare_s is None:
+        elif term == "step_s" and not execution.strategy.is_pipeline and host.prepare_s is None:
             yield StartupDelay(_SOURCES[term], host.step_s, log_sd)  # a single pass through the layers
         elif term in _SECONDS and (term != "collective_s" or execution.placed.group is not None):
             seconds = {name: getattr(host, name) for name in _SECONDS[term]}

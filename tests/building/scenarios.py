@@ -131,7 +131,7 @@ def any_placed(rng: Draws, strategy: Strategy, **machine: Any) -> tuple[PlacedSc
     """A plain random scenario prepared for the strategy, and random chunks; machine: options of any_scenario."""
     placed = any_run(rng, strategy, plain=True, **machine)
     tokens, ranks = placed.request.new_tokens, placed.cluster.num_gpus
-    if strategy.pipeline:
+    if strategy.is_pipeline:
         return placed, any_pieces(rng, tokens, strategy.degrees.context or 1)
     return placed, any_partition(rng, tokens, ranks)
 
@@ -197,7 +197,7 @@ def _comparable(rng: Draws, scenario: PlacedScenario) -> PlacedScenario:
 def any_rows(rng: Draws, scenario: Scenario, strategy: Strategy, number: int) -> list[tuple[int, ...]]:
     """Random partitions of a scenario that is prepared for the strategy; even chunks first, except for pipelines."""
     tokens, ranks = scenario.request.new_tokens, scenario.cluster.num_gpus
-    if not strategy.pipeline:
+    if not strategy.is_pipeline:
         even = Partition.even(tokens, ranks).chunk_lens
         return [even, *(any_partition(rng, tokens, ranks) for _ in range(number - 1))]
     context = strategy.degrees.context or 1

@@ -62,7 +62,7 @@ def test_a_rank_that_waits_for_ever_is_found(layer: Sequence[Sequence[Op]], stuc
 
 
 @examples(40)
-@given(rng=draws(), name=st.sampled_from([name for name, one in STRATEGIES.items() if one.pipeline is None]))
+@given(rng=draws(), name=st.sampled_from([name for name, one in STRATEGIES.items() if not one.is_pipeline]))
 def test_programs_that_the_executors_end_wait_for_nobody(rng: Draws, name: str) -> None:
     strategy = STRATEGIES[name]
     try:

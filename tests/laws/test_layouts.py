@@ -89,7 +89,7 @@ def test_the_gpus_hold_the_model(name: str) -> None:
     scenario = on_eight(name)
     strategy, layout = get_strategy(name), scenario.layout
     assert layout is not None
-    cut = any_rows(np.random.default_rng(0), scenario, strategy, 1)[0] if strategy.pipeline is None else (2048, 2048)
+    cut = (2048, 2048) if strategy.is_pipeline else any_rows(np.random.default_rng(0), scenario, strategy, 1)[0]
     parts = memory_of(executed(scenario, strategy), Partition(chunk_lens=cut))
     assert len(parts) == layout.num_gpus == 8
     width, model = scenario.request.dtype_bytes, scenario.model

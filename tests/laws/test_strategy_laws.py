@@ -36,7 +36,7 @@ def test_one_gpu_makes_all_strategies_equal(scenario: Scenario) -> None:
     alone_s = run_simulation(scenario, strategy="single").ttft_s
     whole = [scenario.request.new_tokens]
     for name in STRATEGIES:
-        given_chunks = whole if name == "kvr-p" or STRATEGIES[name].pipeline else None
+        given_chunks = whole if name == "kvr-p" or STRATEGIES[name].is_pipeline else None
         ttft_s = run_simulation(scenario, strategy=name, search=Search(partition=given_chunks)).ttft_s
         if name == "kvr-b":  # attention in blocks may also be faster on one GPU
             assert ttft_s <= alone_s * (1 + 1e-12)
@@ -137,7 +137,7 @@ def test_all_gpus_together_hold_the_model_and_the_context(name: str, rng: Draws)
     new = placed.request.batch * placed.request.new_tokens * placed.model.kv_bytes_per_token(width)
     assert sum(part.kv_cache for part in parts) >= new
     shares_experts = placed.layout is not None and placed.layout.exchange != "none"
-    if strategy.group_size == 1 and strategy.pipeline is None and not shares_experts:
+    if strategy.group_size == 1 and not strategy.is_pipeline and not shares_experts:
         assert all(part.weights == placed.model.weight_bytes(width) for part in parts)
 
 
@@ -198,7 +198,7 @@ def test_a_ring_launches_a_call_and_a_merge_for_each_block(rng: Draws) -> None:
 @examples(80)
 def test_a_few_ranks_need_what_the_largest_of_all_needs(rng: Draws) -> None:
     """With even chunks: the peak, and the weights and the cache, are those of the programs of all ranks."""
-    strategy = rng.choice([one for one in STRATEGIES.values() if one.pipeline is None and one.name != "kvr-p"])
+    strategy = rng.choice([one for one in STRATEGIES.values() if not one.is_pipeline and one.name != "kvr-p"])
 
     execution = executed(any_run(rng, strategy, num_gpus=(2, 24)), strategy)
     partition = Partition.even(execution.request.new_tokens, execution.cluster.num_gpus)

@@ -258,7 +258,7 @@ def _even_partitions(case: PlannedCase, strategy: kvrsim.Strategy) -> Iterator[k
     execution = execution_of(case.scenario, strategy)
     tokens = execution.request.new_tokens
     ranks = execution.cluster.num_gpus
-    if strategy.pipeline is None:
+    if not strategy.is_pipeline:
         yield kvrsim.Partition.even(tokens, ranks)
         return
     for per_gpu in _PIECES:

@@ -9,14 +9,13 @@ import pytest
 from hypothesis import given
 
 from kvrsim.builder import make_scenario
-from kvrsim.compile import build_program, columns
+from kvrsim.compile import build_program, columns, pipeline_computes_s
 from kvrsim.execution import place
 from kvrsim.executors.pipeline import run_pipeline
 from kvrsim.executors.run import Runner, run_program
 from kvrsim.hardware import SlowGpu, SlowLink, UnevenCluster
 from kvrsim.program import computes_s
 from kvrsim.strategies import get_strategy
-from kvrsim.strategies.pipeline import pipeline_computes_s
 from tests.building import Draws, any_rows, any_run, draws, examples, executed
 
 SEARCHED = get_strategy("pp-s")
@@ -66,8 +65,9 @@ def test_pipelines_equal_their_programs(name: str, gpus: int, profile: str) -> N
         slow = [SlowGpu(rank=2, factor=1.3), SlowGpu(rank=7, factor=1.7)]
         scenario = replace(scenario, cluster=UnevenCluster.of(scenario.cluster, slow, links))
     pieces = columns((1000, 999, 700, 301))
-    finish_s = run_pipeline(executed(scenario, strategy), pieces, scenario.cluster, scenario.cost)
-    program = build_program(executed(scenario, strategy), pieces)
+    execution = executed(scenario, strategy)
+    finish_s = run_pipeline(execution, pieces, scenario.cluster, scenario.cost)
+    program = build_program(execution, pieces)
     assert finish_s == pytest.approx(run_program(program, scenario.cluster), rel=1e-9)
-    compute_s = pipeline_computes_s(scenario, strategy, pieces, scenario.cost)
+    compute_s = pipeline_computes_s(execution, pieces)
     assert compute_s == pytest.approx(computes_s(program), rel=1e-12)
