@@ -37,6 +37,7 @@ Other waiting, queueing and contention are ignored, which only lowers the bound.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
@@ -48,10 +49,14 @@ from kvrsim.execution import Execution
 from kvrsim.placement import PlacedScenario
 from kvrsim.program import Array, Compute, Flags, Load
 from kvrsim.strategies.layers import before_step, request
-from planner.search.balance import ChainWork, balanced_chunks, longest_chunks_within
+from planner.search.balance import ChainWork, balanced_chunks
 from planner.search.minimise import unique_rows
 
 PRECISION = 2.0**-12  # relative precision of a chunk
+_INSIDE = np.array([-0.2, 0.2, 0.4, 0.6, 0.8, 1.2])[:, None]  # trial points, some outside the bracket
+_NEAR = np.array([-0.02, 0.02])[:, None]  # trial points next to the linear estimate of the crossing
+_BRACKET_GROWTH = 2.0  # factor by which a bracket without a crossing grows
+_DAMPING = 0.8  # a longer chunk shortens those after it; without damping, chunks oscillate
 _WALL_SHARE = 0.999  # a wall is proven if a chunk that ends there takes this share of the time limit
 # (half-width of the first bracket as a share of a chunk, number of rounds)
 FIRST = (0.25, 32)
@@ -111,7 +116,7 @@ class SendersBetweenWalls:
             return np.asarray(ends_of(chunks)[1:] - self.floors[:-1])
 
         if len(self.senders) > 1:
-            chunks = longest_chunks_within(needed_s, limit, chunks, room, PRECISION, *within)[1]
+            chunks = _chunks_beyond(needed_s, limit, chunks, room, within)
         ends = ends_of(chunks)
         starts = np.concatenate([np.full_like(ends[:1], self.first_start), ends[:-1]])
         each_s = self._needed_s(0, starts[:, None], ends, waits)[:, 0]
@@ -168,6 +173,51 @@ class SendersBetweenWalls:
             own = np.maximum(own, self.chain.last_message_ready_s(ranks, chunks, ends - chunks, self.host_s))
         drain_s = np.cumsum(self.chain.last_hop_s(self.senders, walls)[::-1], axis=0)[::-1]
         return np.maximum(own, link) + drain_s[first:, None]
+
+
+def _chunks_beyond(
+    needed_s: Callable[[Array, Array], Array],
+    limit_s: Array,
+    chunks: Array,
+    most: Callable[[Array], Array],
+    within: tuple[float, int],
+) -> Array:
+    """A chunk of each rank that exceeds the limit, longer by at most the precision than the longest one within it.
+
+    All ranks are solved together. `needed_s(chunks, tried)` returns the seconds of the chunks `tried`, shape (ranks, K,
+    columns), if the other ranks have `chunks`, shape (ranks, columns); it must not decrease with a rank's own chunk.
+    Brackets around the crossings shrink while the other chunks converge, and move if these shift the crossing out of a
+    bracket. The other chunks converge only to the precision, so proofs have to evaluate the results once more.
+
+    limit_s: shape (columns,). chunks: start values, shape (ranks, columns). most: returns the most tokens of each rank,
+    given the chunks; the least is 1. within: half-width of the first brackets over the chunks, and number of rounds.
+    """
+    spread, rounds = within
+    low = np.maximum(1.0, chunks * (1.0 - spread))
+    high = chunks * (1.0 + spread)
+    for _ in range(rounds):
+        width = np.maximum(high - low, PRECISION * high)
+        around = np.concatenate(
+            [low[:, None] + _INSIDE * width[:, None], chunks[:, None] + _NEAR * width[:, None]], axis=1
+        )
+        room = np.maximum(1.0, most(chunks))
+        tried = np.clip(around, 1.0, room[:, None])
+        over_s = needed_s(chunks, tried) - limit_s
+        within_limit = over_s <= 0
+        low_s = np.maximum.reduce(over_s, axis=1, where=within_limit, initial=-np.inf)
+        high_s = np.minimum.reduce(over_s, axis=1, where=~within_limit, initial=np.inf)
+        low = np.maximum.reduce(tried, axis=1, where=within_limit, initial=1.0)
+        high = np.minimum(np.minimum.reduce(tried, axis=1, where=~within_limit, initial=np.inf), room)
+        none = low_s == -np.inf
+        all_ = high_s == np.inf
+        low = np.where(none, np.maximum(1.0, high - _BRACKET_GROWTH * width), low)
+        high = np.where(all_, np.minimum(room, low + _BRACKET_GROWTH * width), high)
+        with np.errstate(invalid="ignore"):
+            share = np.where(none | all_, 0.5, low_s / (low_s - high_s))
+        chunks = chunks + _DAMPING * (low + share * (high - low) - chunks)
+        if (high - low <= PRECISION * high).all():
+            break
+    return high
 
 
 _LENGTHS = 129  # tried lengths of the last chunk; the longest one that is not refuted at once is used

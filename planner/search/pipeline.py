@@ -32,7 +32,6 @@ from kvrsim.scenario import Partition
 from kvrsim.strategies import Step as PipelineStep
 from kvrsim.strategies.layers import layer_ops
 from kvrsim.strategies.pipeline import context_ranks, even_layers
-from planner.search.balance import ends_of_equal_time
 from planner.search.minimise import (
     Allowance,
     Boundaries,
@@ -54,6 +53,7 @@ _STARTS = 4  # descents that begin: with 1, the worst of 50 random questions los
 _MOST_GAIN = 0.1  # largest share of TTFT that descents are assumed to gain over the best start
 _TRIAL_ROUNDS = 8  # rounds after which only the best descent goes on; full descents lose as much in as much time
 _ROUNDS = 48  # most rounds of a descent, which ends when its smallest step gains nothing
+_POINTS = 129  # points of the context at which the time of a piece is computed
 _MOST_MOVES = 256  # candidates of a round, so that one with many pieces and stages takes no longer than one with few
 
 _CHUNKED_TOKENS = 8192  # longest step of chunked prefill: vLLM's max_num_batched_tokens, SGLang's chunked_prefill_size
@@ -312,12 +312,11 @@ class _PipelineSearch:
     def _equal_time(self, number: int) -> Array:
         """The ends of this number of pieces that take equally long, with 0 and the last end, in strides."""
         share = self.tokens / number
-
-        def token_s(ends: Array) -> Array:
-            starts = self.execution.request.cached_prefix + np.maximum(0.0, ends - 0.5 * share)
-            return np.asarray(self._layer_s(np.full_like(ends, share), starts).sum(axis=0))
-
-        return np.asarray(ends_of_equal_time(token_s, self.tokens, number) / self.stride)
+        ends = np.linspace(0.0, self.tokens, _POINTS)
+        starts = self.execution.request.cached_prefix + np.maximum(0.0, ends - 0.5 * share)
+        piece_s = self._layer_s(np.full_like(ends, share), starts).sum(axis=0)  # around each end
+        until_s = np.concatenate([[0.0], np.cumsum(0.5 * (piece_s[1:] + piece_s[:-1]))])
+        return np.interp(np.linspace(0.0, until_s[-1], number + 1), until_s, ends) / self.stride
 
     def _layouts(self, ends: Row) -> list[Layers]:
         """Layers per stage: even numbers, and equal time for these pieces on GPUs of different speed."""

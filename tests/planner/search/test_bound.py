@@ -163,7 +163,7 @@ def test_one_gpu(scenario: Scenario) -> None:
 @pytest.mark.parametrize(
     ("gap", "steps", "options"),
     [
-        (0.01510, 190, {"ctx": "64k", "gpus": 8} | H100),
+        (0.01710, 190, {"ctx": "64k", "gpus": 8} | H100),
         (0.00155, 144, {"ctx": "16k", "gpus": 4}),
         (0.00980, 144, {"ctx": "16k", "gpus": 4, "link_bandwidth": 1e8}),
         (0.01460, 144, {"ctx": "8k", "gpus": 4, "link_bandwidth": 1e7} | H100),
@@ -176,7 +176,7 @@ def test_one_gpu(scenario: Scenario) -> None:
         (0.00012, 420, {"ctx": "8k", "gpus": 2, "cached_prefix": "4k", "prefix_placement": "remote:100MB/s"}),
         (0.00790, 372, {"ctx": "1k", "gpus": 8, "link_bandwidth": 1e10}),
         (0.02700, 372, {"ctx": "1k", "gpus": 16, "profile": "a100-eager"}),
-        (0.00200, 144, {"ctx": "64k", "gpus": 8, "profile": "a100-eager"}),
+        (0.00210, 144, {"ctx": "64k", "gpus": 8, "profile": "a100-eager"}),
         (0.56253, 168, {"ctx": "64k", "gpus": 183, "profile": "a100-eager"}),
         (0.01635, 312, {"ctx": 200, "gpus": 4, "engine": "serving"}),
         (0.00230, 144, {"ctx": 200, "gpus": 3, "engine": "lmdeploy-0.1"}),
