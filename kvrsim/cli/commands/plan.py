@@ -250,7 +250,7 @@ def _left_out(plan: Plan) -> Iterator[str]:
         yield f"Not tried: {_join(not_tried.strategies)}: {not_tried.why}."
     if plan.search.unsearched:
         unsearched = _join(plan.search.unsearched)
-        yield f"The search budget ended before {unsearched}; a longer --search-budget searches them."
+        yield f"The search budget ended before {unsearched}; raise --search-budget to search more."
 
 
 def _gib(needed: float, limit: float) -> str:

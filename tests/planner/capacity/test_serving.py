@@ -26,7 +26,7 @@ from planner.capacity.times import StrategyPolicy
 from planner.capacity.transfer import Transfer
 from planner.decode import decoding_rank, step_s
 from tests.building import examples
-from tests.planner.capacity.simpy_steps import SimpySteps
+from validate.statements.simpy_steps import SimpySteps
 
 LARGE = {"model": "llama-3.1-70b", "cluster": "h100-nvlink", "profile": "h100-flash"}
 REQUESTS = "synthetic:poisson,rate=4,requests=300,context=lognormal:1k:0.5,max=4k,output=lognormal:150:0.5"

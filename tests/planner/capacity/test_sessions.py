@@ -14,7 +14,8 @@ from planner.capacity.prefixes import BLOCK_TOKENS, CacheTiers, PrefixTraffic, T
 from planner.capacity.serving import StepRequests, StepRun, run_steps
 from planner.capacity.steps import StepTimes
 from tests.building import examples
-from tests.planner.capacity.simpy_steps import SimpySteps
+from tests.planner.capacity.plain_caches import PlainCaches
+from validate.statements.simpy_steps import SimpySteps
 
 BUDGET = 1024
 MOST = 4  # sequences of a made group
@@ -106,13 +107,12 @@ def test_every_turn_takes_as_long_as_in_simpy(
     requests = sessions_of(turns, gaps_s, think_s, tiers, shared)
     run = run_steps(requests, made_times(room), replicas)
     copy = replace(requests, new_tokens=requests.new_tokens.copy(), cached_prefix=requests.cached_prefix.copy())
-    simpy = SimpySteps(copy, made_times(room), replicas)
-    reference = simpy.run()
+    caches = PlainCaches(copy, room, replicas)
+    reference = SimpySteps(copy, made_times(room), replicas, caches).run()
     for name in ("arrival_s", "begin_s", "first_s", "last_s", "group"):
         assert getattr(run, name) == pytest.approx(getattr(reference, name), rel=1e-9), name
-    assert simpy.caches is not None
     hits = np.stack(list(run.hits.values()), axis=1).tolist()
-    assert hits == [simpy.caches.hits[request] for request in range(len(hits))]
+    assert hits == [caches.hits[request] for request in range(len(hits))]
 
 
 def rate(run: StepRun, requests: StepRequests) -> float:
