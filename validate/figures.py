@@ -374,10 +374,11 @@ def _partitions(predictions: Predictions) -> list[str]:
 
 def _printed_partitions(predictions: Predictions) -> list[str]:
     lines = []
-    for one in predictions.printed["partitions"]:
-        own = simulate(one["model"], one["context_len"], one["num_gpus"], "kvr-s")
-        case = f"{one['num_gpus']} × {format_tokens(one['context_len'])}, {one['method']}"
-        lines.append(f"- {case}: {one['printed_as']} ({one['place']}); KVR-S here: {shares_text(own.partition)}.")
+    for printed in predictions.printed["partitions"]:
+        simulated = simulate(printed["model"], printed["context_len"], printed["num_gpus"], "kvr-s")
+        case = f"{printed['num_gpus']} × {format_tokens(printed['context_len'])}, {printed['method']}"
+        shares = shares_text(simulated.partition)
+        lines.append(f"- {case}: {printed['printed_as']} ({printed['place']}); KVR-S here: {shares}.")
     return lines
 
 

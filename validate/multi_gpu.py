@@ -263,19 +263,13 @@ def ratio_summary(ratios: Sequence[RigRatio]) -> list[str]:
 
 def row_table(rows: Sequence[MultiGpuRow]) -> list[str]:
     """Table of single TTFTs."""
-    lines = (
-        (
-            row.rig,
-            row.way,
-            row.new_tokens,
-            row.tokens - row.new_tokens or "",
-            format_seconds(row.measured_s),
-            format_seconds(row.check.predicted_s),
-            f"{format_seconds(row.check.low_s)} to {format_seconds(row.check.high_s)}",
-            f"{row.check.rel_error:+.0%}",
-        )
-        for row in rows
-    )
+    lines = []
+    for row in rows:
+        cells = [row.rig, row.way, row.new_tokens, row.tokens - row.new_tokens or ""]
+        cells += [format_seconds(row.measured_s), format_seconds(row.check.predicted_s)]
+        cells.append(f"{format_seconds(row.check.low_s)} to {format_seconds(row.check.high_s)}")
+        cells.append(f"{row.check.rel_error:+.0%}")
+        lines.append(cells)
     return table(("rig", "strategy", "new tokens", "cached", "measured", "predicted", "80 % interval", "error"), lines)
 
 
@@ -352,21 +346,20 @@ class SharedLink(NamedTuple):
 def link_part(rows: Sequence[MultiGpuRow]) -> SharedLink:
     """What a shared bandwidth, computed from some rows of the rig, says about the others."""
     fitted = [row for row in rows if row.fields["notes"] == _LINK_ROWS and row.tokens <= _LINK_TOKENS]
-    errors = [
-        np.median([abs(np.log(_on_link(row, bandwidth) / row.measured_s)) for row in fitted])
-        for bandwidth in _LINK_BANDWIDTHS
-    ]
+    errors = []
+    for bandwidth in _LINK_BANDWIDTHS:
+        log_errors = [abs(np.log(_on_link(row, bandwidth) / row.measured_s)) for row in fitted]
+        errors.append(np.median(log_errors))
     best = float(_LINK_BANDWIDTHS[int(np.argmin(errors))])
     largest = max(abs(_on_link(row, best) / row.measured_s - 1) for row in fitted)
     lines = []
     for way, group in groupby(rows, key=lambda row: row.way):
         for row in group:
             free_s = _on_link(row, 1e13, topology="switch")
-            networks = (_on_link(row, None, topology="switch"), _on_link(row, None), _on_link(row, best))
-            shown = [f"{seconds / row.measured_s - 1:+.0%}" for seconds in networks]
-            lines.append(
-                (way, row.tokens, format_seconds(row.measured_s), f"{1 - free_s / row.measured_s:.0%}", *shown)
-            )
+            cells = [way, row.tokens, format_seconds(row.measured_s), f"{1 - free_s / row.measured_s:.0%}"]
+            for seconds in (_on_link(row, None, topology="switch"), _on_link(row, None), _on_link(row, best)):
+                cells.append(f"{seconds / row.measured_s - 1:+.0%}")
+            lines.append(cells)
     heads = (
         "strategy",
         "tokens",

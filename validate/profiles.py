@@ -32,16 +32,15 @@ def _errors(profiles: Sequence[CalibrationProfile]) -> str:
         profile.name: {kind for kind, fit in profile.operations.items() if fit.num_rows} for profile in profiles
     }
     kinds = [kind for kind in TITLES if any(kind in errors for errors in measured.values())]
-    rows = [
-        [
-            profile.name,
-            *(
-                f"{profile.operations[kind].cross_validated_mape:.1%}" if kind in measured[profile.name] else ""
-                for kind in kinds
-            ),
-        ]
-        for profile in profiles
-    ]
+    rows = []
+    for profile in profiles:
+        cells = [profile.name]
+        for kind in kinds:
+            if kind in measured[profile.name]:
+                cells.append(f"{profile.operations[kind].cross_validated_mape:.1%}")
+            else:
+                cells.append("")
+        rows.append(cells)
     return markdown_table(("profile", *(TITLES[kind] for kind in kinds)), rows)
 
 

@@ -53,17 +53,19 @@ def kinds_of(settings: Settings, rows: ErrorRows) -> dict[str, Flags]:
         "mixture": ~is_dense,
     }
     kinds = {}
-    for name, is_in in named.items():
+    for name, is_in in named.items():  # the first kind that a row is in
         kinds[name] = left & is_in
         left = left & ~is_in
-    order = [
+    shown = (
         f"dense, {LONG_TOKENS:,} tokens and more",
         "dense, shorter",
         "dense, a GPU whose rates are scaled",
         "mixture",
-    ]
-    order += ["mixture, expert parallelism in one node", "several nodes", f"fewer than {SHORT_TOKENS} tokens"]
-    return {name: kinds[name] for name in order}
+        "mixture, expert parallelism in one node",
+        "several nodes",
+        f"fewer than {SHORT_TOKENS} tokens",
+    )
+    return {name: kinds[name] for name in shown}
 
 
 def has_expert_parallelism(settings: Settings, rows: ErrorRows) -> Flags:

@@ -104,15 +104,12 @@ def part(result: Mapping[str, Any]) -> list[str]:
 
 def _models(result: Mapping[str, Any], left_out: Mapping[str, Sequence[float]]) -> list[str]:
     """Table of errors of each model's used rows, with the model in the fit and without it."""
-    rows = (
-        (
-            model,
-            own["n"],
-            *(f"{own[key]:.1%}" for key in ("mape", "median_ape", "max_ape")),
-            *_mean_median(left_out[model]),
-        )
-        for model, own in result["by_model"].items()
-    )
+    rows = []
+    for model, errors in result["by_model"].items():
+        cells = [model, errors["n"]]
+        cells += [f"{errors[key]:.1%}" for key in ("mape", "median_ape", "max_ape")]
+        cells += _mean_median(left_out[model])
+        rows.append(cells)
     return table(("model", "n", "mean", "median", "largest", "left out: mean", "median"), rows)
 
 

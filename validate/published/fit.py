@@ -74,10 +74,10 @@ def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationPr
     """The profile with these constants, which are given as logarithms."""
     measured = _base_profile()
     gemm = measured.kernels.gemm
-    constants = map(float, np.exp(log_constants))
-    hbm, layer_s, kernel_s, piece_s, resume_s, falcon_bytes, message_copies = (
-        (float(f"{value:.4g}") for value in constants) if residual else constants
-    )
+    constants = [float(value) for value in np.exp(log_constants)]
+    if residual is not None:  # the profile that ships
+        constants = [float(f"{value:.4g}") for value in constants]
+    hbm, layer_s, kernel_s, piece_s, resume_s, falcon_bytes, message_copies = constants
     eager = EagerRates(
         flops_per_s=measured.kernels.gemm.flops_per_s,
         bytes_per_s=hbm,
