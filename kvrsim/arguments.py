@@ -41,7 +41,7 @@ from typing import (
     dataclass_transform,
 )
 
-from kvrsim.choices import Executor, FleetObjective, Method, PoolBackend
+from kvrsim.choices import Executor, FleetObjective, Method, PoolBackend, PrefixCache
 from kvrsim.errors import ABSENT, InputError
 from kvrsim.io.annotations import AnnotationParts, Range
 from kvrsim.units import (
@@ -49,6 +49,7 @@ from kvrsim.units import (
     MAX_SECONDS,
     LengthRange,
     parse_bandwidth,
+    parse_bytes,
     parse_count,
     parse_lengths,
     parse_number,
@@ -574,6 +575,7 @@ NumJobs = Annotated[int, Range(least=1, most=4096)]
 Seconds = Annotated[float, Read(quantity(parse_seconds), _NUMBER)]
 SecondsOrZero = Annotated[float, Read(quantity(parse_seconds, allow_zero=True), _NUMBER)]
 Bandwidth = Annotated[float, Read(quantity(parse_bandwidth), _NUMBER)]
+Bytes = Annotated[int, Read(quantity(parse_bytes), "int | str")]
 Bandwidths = Annotated[list[float], Read(bandwidths, "str | Iterable[float | str]")]
 Share = Annotated[float, Read(quantity(parse_share), _NUMBER)]
 Price = Annotated[float | str | Mapping[int, float], Read(price, "float | str | Mapping[int, float | str]")]
@@ -1097,6 +1099,49 @@ class FleetArgs(Arguments):
         Range(above=0, most=1000000.0),
         Help("Multiply the number of requests in the same time.", metavar="X", section="Workload"),
     ] = 1
+    think_time: Annotated[
+        str | None,
+        Help(
+            "Time between an answer and the next turn of its session, where a trace has none: 5s, "
+            "lognormal:MEDIAN:SIGMA, exponential:MEAN or uniform:LOW:HIGH.",
+            metavar="TIME|DISTRIBUTION",
+            section="Sessions",
+        ),
+    ] = None
+    session_rate: Annotated[
+        float | None,
+        Range(above=0, most=1000000.0),
+        Help(
+            "Mean number of sessions that begin per second, at random, where a trace has no times.",
+            metavar="X",
+            section="Sessions",
+        ),
+    ] = None
+    prefix_cache: Annotated[
+        PrefixCache,
+        Help(
+            "Prefix caches for requests with sessions or hash_ids: simulated in the memory of each group, one without "
+            "limit that all groups share (turns arrive at the times of the trace), or none.",
+            metavar="simulated|unlimited|none",
+            section="Sessions",
+        ),
+    ] = "simulated"
+    kv_cache_host: Annotated[
+        Bytes | None,
+        Help(
+            "Memory of the host for prefixes that leave a GPU, for each GPU, such as 200GB. Default: none.",
+            metavar="SIZE",
+            section="Sessions",
+        ),
+    ] = None
+    kv_cache_remote: Annotated[
+        Bandwidth | None,
+        Help(
+            "Keep all prefixes in a store that all groups share; each GPU loads at this rate. Default: no store.",
+            metavar="RATE",
+            section="Sessions",
+        ),
+    ] = None
     replications: Annotated[
         Count, Help("Number of independent samples of a synthetic workload.", metavar="N", section="Workload")
     ] = 5

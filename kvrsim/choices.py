@@ -36,12 +36,14 @@ EXECUTORS: tuple[Executor, ...] = get_args(Executor)
 PoolBackend = Literal["loky", "dask", "ray"]  # of joblib; "loky" starts processes on this machine
 POOL_BACKENDS: tuple[PoolBackend, ...] = get_args(PoolBackend)
 
+PrefixCache = Literal["simulated", "unlimited", "none"]  # what a fleet keeps of the prefixes of sessions
 FleetObjective = Literal["gpus", "cost"]  # quantities that a capacity plan can minimise
 
 # Sections of the help, in this order.
 SECTIONS = (
     "Question",
     "Workload",
+    "Sessions",
     "Target",
     "Fleet",
     "Machine",

@@ -20,6 +20,7 @@ from kvrsim.views.page import CHARTS, Page, Section, Summary, facts_of, items, j
 from kvrsim.views.style import DIM, INK, chart_style
 from kvrsim.views.table import Cell, Column, Table, columns, seconds_cell
 from planner.capacity.fleet import FleetRun, Indices
+from planner.capacity.hits import CacheHits, TurnTimes
 from planner.capacity.result import CapacityPlan, FleetAnswer, FleetInterval, format_share
 from planner.percentile import percentile_of
 
@@ -204,6 +205,10 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
     if fleet.target_tpot_s is not None and fleet.p50_tpot_s is not None:
         tpot = f"{format_seconds(fleet.p50_tpot_s)} (p50), {format_seconds(fleet.target_tpot_s)}"
         yield "TPOT", f"{tpot} ({ordinal(plan.percentile)} percentile)"
+    if fleet.prefix_cache is not None:
+        yield "prefix cache", hit_words(fleet.prefix_cache)
+    if fleet.by_turn:
+        yield "by turn", f"TTFT ({ordinal(plan.percentile)} percentile): {', '.join(map(turn_words, fleet.by_turn))}"
     if plan.answer is not None:
         yield "engines", fleet.engine or "no engine has all of these strategies (--only-deployable vllm|sglang|trtllm)"
     if plan.growth:
@@ -234,6 +239,26 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
             " a group",
         )
     yield "requests", _workload_words(plan)
+
+
+def hit_words(hits: CacheHits) -> str:
+    """The share of the prompts in prefix caches: "71 % of prompt tokens hit, 64 % on the GPU, 7 % in the host"."""
+    text = f"{format_share(hits.hit_rate)} of prompt tokens hit"
+    if hits.host or hits.remote:
+        text += f", {format_share(hits.gpu)} on the GPU"
+    if hits.host:
+        text += f", {format_share(hits.host)} in the memory of the host"
+    if hits.remote:
+        text += f", {format_share(hits.remote)} in the store"
+    return f"{text}; {format_share(hits.unlimited)} with a cache without limit"
+
+
+def turn_words(times: TurnTimes) -> str:
+    """The TTFT of some turns: "turns 3 to 4 310 ms"."""
+    turns = f"turn {times.first}"
+    if times.last > times.first:
+        turns = f"turns {times.first} to {times.last}"
+    return f"{turns} {format_seconds(times.target_ttft_s)}"
 
 
 def _purchase(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
@@ -282,7 +307,10 @@ def _workload_words(plan: CapacityPlan) -> str:
     if len(plan.first.runs) > 1:
         counts += f", in each of {len(plan.first.runs)} random samples"
     contexts = f"contexts of {lengths['p50']} (p50), {lengths['p99']} (p99) and at most {lengths['max']} tokens"
-    return f"{counts}; {contexts}, {workload['cached_share']:.0%} of them cached"
+    share = f"{workload['cached_share']:.0%} of them"
+    if plan.request.has_turns:
+        return f"{counts}; {contexts}, {share} in earlier prompts and answers"
+    return f"{counts}; {contexts}, {share} cached"
 
 
 def growth_words(plan: CapacityPlan) -> str:

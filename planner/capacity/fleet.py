@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvrsim.program import Array
+from planner.capacity.prefixes import PrefixTraffic, Tier
 from planner.capacity.serving import LateLimit, StepRequests, run_steps
 from planner.capacity.steps import StepTimes
 from planner.capacity.workload import Lengths, Workload
@@ -186,6 +187,7 @@ class Service:
     decode_steps: Lengths  # tokens that the same group decodes
     cache_bytes: Array  # bytes of a GPU for the cache of each sequence
     steps: StepTimes | None = None  # None: prompts run one by one
+    prefixes: PrefixTraffic | None = None  # turns of sessions, in steps; `cached_prefix` is then the longest possible
 
     @classmethod
     def plain(cls, ttft_s: Array, hold_s: Array | None = None) -> Service:
@@ -223,7 +225,8 @@ class Service:
             "decode_steps",
             "cache_bytes",
         )
-        return replace(self, **{name: getattr(self, name)[index] for name in names})
+        prefixes = None if self.prefixes is None else self.prefixes.select(index)
+        return replace(self, prefixes=prefixes, **{name: getattr(self, name)[index] for name in names})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,7 +250,9 @@ class PoolRun:
     end_s: Array  # time of the first token
     group: Indices  # number of the group that served the request
     busy_s: float  # mean busy time of a group's GPUs, summed over the groups
+    arrival_s: Array
     tpot_s: Array | None = None  # mean time per output token after the first; 0 for one token; None: not decoded here
+    hits: Mapping[Tier, Lengths] = field(default_factory=dict)  # tokens of each prompt in a cache; empty: no turns
 
 
 def run_pool(pool: GroupPool, limit: LateLimit | None = None) -> PoolRun:
@@ -290,6 +295,7 @@ def run_pool(pool: GroupPool, limit: LateLimit | None = None) -> PoolRun:
         end_s=np.array(ends),
         group=np.array(groups, dtype=np.int64),
         busy_s=float(service.busy_s.sum()),
+        arrival_s=pool.arrival_s,
     )
 
 
@@ -322,6 +328,7 @@ def _run_equal(pool: GroupPool) -> PoolRun:
         end_s=start_s + alone_s,
         group=np.zeros(len(pool.arrival_s), dtype=np.int64),
         busy_s=float(service.busy_s.sum()),
+        arrival_s=pool.arrival_s,
     )
 
 
@@ -340,10 +347,17 @@ def _run_steps(pool: GroupPool, times: StepTimes, limit: LateLimit | None) -> Po
         cached_prefix=service.cached_prefix,
         decode_steps=service.decode_steps,
         cache_bytes=service.cache_bytes,
+        prefixes=service.prefixes,
     )
     run = run_steps(requests, times, pool.replicas, limit=limit)
     return PoolRun(
-        begin_s=run.begin_s, end_s=run.first_s, group=run.group, busy_s=run.busy_s, tpot_s=run.tpot_s(requests)
+        begin_s=run.begin_s,
+        end_s=run.first_s,
+        group=run.group,
+        busy_s=run.busy_s,
+        arrival_s=pool.arrival_s if run.arrival_s is None else run.arrival_s,
+        tpot_s=run.tpot_s(requests),
+        hits=run.hits,
     )
 
 
@@ -351,12 +365,13 @@ def _run_steps(pool: GroupPool, times: StepTimes, limit: LateLimit | None) -> Po
 class FleetRun:
     """Results of a workload by request; arrays of shape (N,)."""
 
-    workload: Workload
+    workload: Workload  # of turns, with the arrivals and the cached prefixes of this run
     ttft_s: Array  # TTFT with queueing and the transfer of the cache; inf: never served
     begin_s: Array
     pool: Indices  # index of the group that served the request; -1: the request fits in no group's memory
     busy_gpu_s: float  # busy time of all GPUs, without waits inside a group
     tpot_s: Array | None = None  # mean time per output token after the first; None: the fleet only prefills
+    hits: Mapping[Tier, Lengths] = field(default_factory=dict)  # tokens of each prompt in a cache; empty: no turns
 
     @property
     def horizon_s(self) -> float:
@@ -364,7 +379,7 @@ class FleetRun:
         ends_s = self.workload.arrival_s + self.ttft_s
         if self.tpot_s is not None:
             ends_s = ends_s + np.nan_to_num(self.tpot_s) * np.maximum(0, self.workload.output_tokens - 1)
-        last_s = ends_s[np.isfinite(ends_s)].max(initial=self.workload.arrival_s[-1])
+        last_s = ends_s[np.isfinite(ends_s)].max(initial=self.workload.arrival_s.max())
         return float(last_s - self.workload.arrival_s[0])
 
 
@@ -391,20 +406,26 @@ def run_fleet(
     ttft_s = np.full(len(workload), np.inf)
     begin_s = np.full(len(workload), np.inf)
     busy_gpu_s = 0.0
+    arrival_s = workload.arrival_s.copy()
+    hits: dict[Tier, Lengths] = {}
     tpot_s = None
     if any(group.type.colocated for group in fleet):
         tpot_s = np.zeros(len(workload))
     for index, group in enumerate(fleet):
         mine = np.flatnonzero(pool_of == index)
         if len(mine):
-            arrival_s = workload.arrival_s[mine]
             service = services[group.type].select(mine)
-            run = serve(GroupPool(arrival_s=arrival_s, service=service, replicas=group.replicas))
-            ttft_s[mine] = run.end_s + service.hold_s - arrival_s
+            run = serve(GroupPool(arrival_s=workload.arrival_s[mine], service=service, replicas=group.replicas))
+            ttft_s[mine] = run.end_s + service.hold_s - run.arrival_s
+            arrival_s[mine] = run.arrival_s
+            for tier, tokens in run.hits.items():
+                hits.setdefault(tier, np.zeros(len(workload), dtype=np.int64))[mine] = tokens
             begin_s[mine] = run.begin_s
             if tpot_s is not None and run.tpot_s is not None:
                 tpot_s[mine] = run.tpot_s
             busy_gpu_s += run.busy_s * group.type.gpus
+    if hits:
+        workload = replace(workload, arrival_s=arrival_s, cached_prefix=sum(hits.values(), 0 * pool_of))
     return FleetRun(
-        workload=workload, ttft_s=ttft_s, begin_s=begin_s, pool=pool_of, busy_gpu_s=busy_gpu_s, tpot_s=tpot_s
+        workload=workload, ttft_s=ttft_s, begin_s=begin_s, pool=pool_of, busy_gpu_s=busy_gpu_s, tpot_s=tpot_s, hits=hits
     )

@@ -67,7 +67,7 @@ def plan_capacity(
     group size has a strategy.
     """
     begin_s = time.perf_counter()
-    packed = replace(policy or StrategyPolicy(), packs=request.budget is not None)
+    packed = replace(policy or StrategyPolicy(), packs=request.budget is not None or request.has_turns)
     sizing = Sizing(scenario, packed, Work(pool, on_progress))
     outcome = sizing.search(request, "fleets")
     plan = _report(outcome, warnings)

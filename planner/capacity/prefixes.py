@@ -28,6 +28,7 @@ ROUTING = (
     "a request goes to the group with the fewest prompt tokens to compute before its first token, among the groups"
     f" with at most {IMBALANCE} times the requests of the least busy one and {IMBALANCE_REQUESTS} more"
 )
+_BLOCKS_OF_A_COPY = 2**48  # numbers of blocks of a trace, which its copies do not share
 Numbers = npt.NDArray[np.int64]
 Tier = Literal["gpu", "host", "remote"]
 TIERS: tuple[Tier, ...] = ("gpu", "host", "remote")
@@ -69,6 +70,18 @@ class Turns:
     def faster(self, factor: float) -> Turns:
         """The same turns with shorter pauses."""
         return replace(self, think_s=self.think_s / factor)
+
+    def renumbered(self, copy: Numbers) -> Turns:
+        """The turns of copies of sessions, which are other sessions with other texts; copy: number of the copy."""
+        sessions = int(self.session.max()) + 1
+        blocks: list[Sequence[int]] = []
+        for number, sequence in zip(copy.tolist(), self.blocks, strict=True):
+            offset = number * _BLOCKS_OF_A_COPY
+            if isinstance(sequence, range):
+                blocks.append(range(sequence.start + offset, sequence.stop + offset))
+            else:
+                blocks.append([block + offset for block in sequence])
+        return replace(self, session=self.session + sessions * copy, blocks=blocks)
 
     def numbers(self) -> Numbers:
         """Number of each turn in its session, from 1."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from kvrsim.arguments import DeploymentArgs, FleetArgs
 from kvrsim.errors import InputError
+from kvrsim.hardware import prefix_link
 from kvrsim.scenario import Scenario
 from kvrsim.units import format_bandwidth, parse_count, parse_number
 from planner.capacity.fleet import FleetLimits
+from planner.capacity.prefixes import ROUTING, CacheTiers
+from planner.capacity.sessions import Pace
 from planner.capacity.steps import BUDGET
 from planner.capacity.transfer import Transfer
 from planner.capacity.workload import RequestSource, Workload
@@ -46,6 +49,7 @@ class CapacityRequest:
     limits: FleetLimits = field(default_factory=FleetLimits)
     transfer: Transfer | None = None  # transfer of caches to the fleet that decodes; None: not counted
     serving: Serving | None = None  # where groups may decode; None: both are compared
+    tiers: CacheTiers = field(default_factory=CacheTiers)  # where groups keep the prefixes of sessions
     budget: int | None = None  # most tokens of a step; None: groups that only prefill run prompts one by one
     replications: int = 5  # number of independent draws of synthetic requests
     seed: int = 0
@@ -56,6 +60,11 @@ class CapacityRequest:
         """The requests of a trace, or those of each replication of a specification."""
         number = self.replications if self.source.is_random else 1
         return [self.source.workload(self.seed, replication) for replication in range(number)]
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether prefix caches are simulated, on groups that prefill and decode."""
+        return self.source.has_turns and self.source.simulates_cache
 
     @property
     def objective(self) -> str:
@@ -69,6 +78,8 @@ class CapacityRequest:
 
     def dispatch(self, *, colocated: bool) -> str:
         """The dispatching rule of a fleet, in words."""
+        if self.has_turns:
+            return f"{ROUTING}; each step of a group computes up to {self.step_budget} tokens"
         if colocated:
             return (
                 "a request goes to the group with the fewest requests; each step of a group computes one token of every"
@@ -82,7 +93,10 @@ class CapacityRequest:
     def decoding(self, *, colocated: bool) -> str:
         """Describe where tokens are decoded."""
         if colocated:
-            return "the groups that prefill decode, too; a request begins if the cache of its whole sequence fits"
+            text = "the groups that prefill decode, too; a request begins if the cache of its whole sequence fits"
+            if self.has_turns:
+                text += "; fleets that decode on other GPUs are not planned with prefix caches"
+            return text
         if self.transfer is None:
             return "another fleet decodes: a group is free after the first token; the transfer of caches is not counted"
         bandwidth = format_bandwidth(self.transfer.bytes_per_s)
@@ -101,17 +115,28 @@ def make_request(fleet: FleetArgs, scenario: Scenario) -> CapacityRequest:
         accepted = f"at most {_MOST_IN_STEP} tokens a step"
         raise InputError("max_num_batched_tokens", fleet.max_num_batched_tokens, accepted)
     tpot_s = None if fleet.tpot is None else _positive(fleet.tpot, "tpot")
+    source = RequestSource.of(
+        fleet.requests,
+        columns=fleet.columns,
+        rate_scale=fleet.rate_scale,
+        pace=Pace.parse(fleet.think_time, fleet.session_rate),
+    )
+    source = replace(source, simulates_cache=fleet.prefix_cache != "unlimited")
+    for name in ("think_time", "session_rate", "kv_cache_host", "kv_cache_remote"):
+        if getattr(fleet, name) is not None and not source.has_turns:
+            raise InputError(name, getattr(fleet, name), "requests with sessions or with hash_ids")
     serving: Serving | None = None
-    if fleet.colocated:
+    if fleet.colocated or (source.has_turns and source.simulates_cache):
         serving = "colocated"
     elif tpot_s is None:
         serving = "split"
     return CapacityRequest(
-        source=RequestSource.of(fleet.requests, columns=fleet.columns, rate_scale=fleet.rate_scale),
+        source=source,
         target=Target(slo_s=_positive(fleet.slo_ttft, "slo_ttft"), percentile=fleet.percentile, tpot_s=tpot_s),
         limits=_limits(fleet, scenario.cluster.gpus_per_node),
         transfer=_transfer(fleet, scenario),
         serving=serving,
+        tiers=_tiers(fleet, scenario),
         budget=fleet.max_num_batched_tokens,
         replications=fleet.replications,
         seed=fleet.seed,
@@ -137,6 +162,16 @@ def on_each_cluster(args: DeploymentArgs, fleet: FleetArgs) -> list[tuple[Deploy
         (DeploymentArgs(**vars(args) | {"cluster": name}), FleetArgs(**vars(fleet) | {"price_per_gpu_hour": price}))
         for name, price in zip(clusters, prices, strict=True)
     ]
+
+
+def _tiers(fleet: FleetArgs, scenario: Scenario) -> CacheTiers:
+    """The memories for prefixes; a GPU loads from its host as fast as its nominal link allows."""
+    return CacheTiers(
+        gpu=fleet.prefix_cache != "none",
+        host_bytes=fleet.kv_cache_host or 0.0,
+        host_bytes_per_s=prefix_link(scenario.cluster, "host").bandwidth_bytes_per_s,
+        remote_bytes_per_s=fleet.kv_cache_remote,
+    )
 
 
 def _transfer(fleet: FleetArgs, scenario: Scenario) -> Transfer | None:

@@ -20,6 +20,7 @@ from kvrsim.scenario import Scenario
 from kvrsim.units import format_count
 from planner.capacity.decode import DecodeFleet
 from planner.capacity.fleet import WHOLE, Fleet, FleetRun
+from planner.capacity.hits import CacheHits, TurnTimes
 from planner.capacity.request import CapacityRequest, Serving
 from planner.capacity.transfer import KvTransfer
 from planner.percentile import percentile_of
@@ -158,6 +159,8 @@ class FleetAnswer:
     p50_kv_transfer_s: float | None  # time from the first token until the cache has left the group; None: not requested
     p99_kv_transfer_s: float | None
     engine: str | None = None  # engines that have the strategies of all groups, separated by commas; None: none
+    prefix_cache: CacheHits | None = None  # None: no sessions, or their caches are not simulated
+    by_turn: tuple[TurnTimes, ...] = ()  # empty: no session has a second turn
     decode: DecodeFleet | None = None  # fleet that decodes; None: not requested, or there is none
     no_decode: str | None = None  # why no fleet decodes for this one; None: a fleet does, or is not requested
     interval: FleetInterval | None = None  # None: not simulated; only the answer has an interval
@@ -398,6 +401,7 @@ class CapacityPlan(Viewable):
             | {"model": self.scenario.model.name, "profile": self.scenario.profile_name}
             | fields_to_json(self, "slo_ttft_s", "percentile")
             | {"objective": self.request.objective, "served_share": self.first.served_share}
+            | fields_to_json(self.first, "prefix_cache", "by_turn")
             | self.scenario.memory_limit.to_dict()
             | fields_to_json(self, "workload", "kv_transfer", "decode_fleet", "simulated_requests", "seconds")
             | fields_to_json(self, "would_meet", "growth")

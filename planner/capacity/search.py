@@ -40,6 +40,8 @@ from planner.capacity.fleet import (
     run_fleet,
     run_pool,
 )
+from planner.capacity.hits import cache_hits, times_by_turn
+from planner.capacity.prefixes import PrefixTraffic, Turns
 from planner.capacity.request import CapacityRequest
 from planner.capacity.result import (
     FleetAnswer,
@@ -93,6 +95,8 @@ class Bucket:
                 busy_s += float(service.hold_s[mine].sum())
         # Average number of busy groups, if all work ends by the deadline of the last request.
         self.load = busy_s / sum(workload.duration_s + slo_s for workload in simulator.workloads)
+        if simulator.request.has_turns:
+            self.load = 0.0  # unknown: turns arrive later if groups are slower
         self._late: dict[int, int] = {}
 
     def late(self, replicas: int) -> int:
@@ -113,7 +117,7 @@ class Bucket:
                 selected = service.select(mine)
                 pool = GroupPool(arrival_s=arrival_s, service=selected, replicas=replicas)
                 run = run_pool(pool, simulator.limit)
-                late_first += int((run.end_s + selected.hold_s - arrival_s > target.slo_s).sum())
+                late_first += int((run.end_s + selected.hold_s - run.arrival_s > target.slo_s).sum())
                 if run.tpot_s is not None and target.tpot_s is not None:
                     late_tokens += int((~(run.tpot_s <= target.tpot_s)).sum())
             self._late[replicas] = max(late_first, late_tokens)
@@ -157,8 +161,20 @@ class FleetSimulator:
         """Service times of each workload on groups of this type."""
         if group not in self._services:
             transfer = self.request.transfer
-            self._services[group] = [self.times.service(group, workload, transfer) for workload in self.workloads]
+            self._services[group] = [
+                self._with_prefixes(self.times.service(group, workload, transfer), workload.turns)
+                for workload in self.workloads
+            ]
         return self._services[group]
+
+    def _with_prefixes(self, service: Service, turns: Turns | None) -> Service:
+        """The service times with the caches of turns, if the workload has turns."""
+        if turns is None:
+            return service
+        tokens = service.new_tokens + service.cached_prefix + service.decode_steps + 1
+        token_bytes = float(service.cache_bytes.sum() / tokens.sum())
+        traffic = PrefixTraffic(turns=turns, tiers=self.request.tiers, token_bytes=token_bytes)
+        return replace(service, prefixes=traffic)
 
     def _services_on(self, fleet: Fleet, number: int) -> dict[GroupType, Service]:
         return {group.type: self.services(group.type)[number] for group in fleet}
@@ -272,6 +288,8 @@ class FleetSimulator:
             longest_served=int(np.concatenate(served).max(initial=0)) or None,
             p50_kv_transfer_s=self._transfer_s(fleet, runs, 50),
             p99_kv_transfer_s=self._transfer_s(fleet, runs, 99),
+            prefix_cache=cache_hits(runs, [workload.cached_prefix for workload in self.workloads]),
+            by_turn=times_by_turn(runs, target.percentile),
             decode=decode,
             no_decode=no_decode,
             interval=interval,
@@ -346,7 +364,10 @@ class FleetSimulator:
         high = _MOST_TIMES
         while high - low > _TIMES_STEP:
             middle = (low + high) / 2
-            if self.faster(middle)._is_enough(answer):
+            more = self.faster(middle)
+            if self.request.has_turns:  # more sessions, not shorter pauses
+                more = self.on(replace(self.request, source=self.request.source.times(middle)).workloads())
+            if more._is_enough(answer):
                 low = middle
             else:
                 high = middle
@@ -462,6 +483,8 @@ class FleetSearch:
         self.limits = simulator.limits
         self.work = simulator.work
         self.longest = max(int(workload.new_tokens.max()) for workload in simulator.workloads)
+        if simulator.request.has_turns:  # a prompt that is in no cache
+            self.longest = max(int(workload.context_len.max()) for workload in simulator.workloads)
         serving = simulator.request.serving
         self.types: list[GroupType] = []  # types of groups that only prefill
         if serving != "colocated":

@@ -85,7 +85,7 @@ class StrategyPolicy:
                 continue
             strategy = get_strategy(name, "strategies")
             if self.packs and not takes_steps(strategy):
-                raise InputError("strategies", strategy.name, f"with `max_num_batched_tokens`, {ACCEPTED}")
+                raise InputError("strategies", strategy.name, f"with sessions or `max_num_batched_tokens`, {ACCEPTED}")
             if strategy.partition_rule == "table":
                 raise InputError("strategies", strategy.name, "strategies that need no table")
 

@@ -12,6 +12,8 @@ cv        bursty: standard deviation of the gaps between arrivals over their mea
 period    diurnal: seconds from peak to peak;  peak the highest rate over the lowest (the rate is a sine)
 context   LEN, lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, or file:TRACE (drawn from the contexts of a trace)
 output    LEN, lognormal:MEDIAN:SIGMA, uniform:LOW:HIGH, or file:TRACE
+turns     turns of a session (1); `rate` and `requests` then count sessions, `context` has the first prompts
+prompt    tokens that each later turn adds to the prompts and answers before it
 cached    share of every context that is in a prefix cache;  max  the longest context
 """
 
@@ -23,7 +25,7 @@ import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -38,6 +40,8 @@ from kvrsim.io.files import open_regular
 from kvrsim.io.schema import parse_json
 from kvrsim.program import Array
 from kvrsim.units import MAX_TOKENS, parse_count, parse_number, parse_seconds, parse_share, parse_tokens
+from planner.capacity.prefixes import BLOCK_TOKENS, Turns
+from planner.capacity.sessions import Pace, SessionRows
 from planner.percentile import percentile_of
 
 if TYPE_CHECKING:
@@ -60,6 +64,7 @@ class Workload:
     context_len: Lengths  # tokens, cached prefix included; each at least 1
     cached_prefix: Lengths  # leading tokens whose KV a prefix cache holds; each less than the context
     output_tokens: Lengths
+    turns: Turns | None = None  # turns of sessions; `cached_prefix` is then that of an unlimited cache; None: no turns
     notes: tuple[str, ...] = ()  # texts about repaired and omitted requests
 
     def __len__(self) -> int:
@@ -85,7 +90,16 @@ class Workload:
         lengths = {name: getattr(self, name)[index] for name in ("context_len", "cached_prefix", "output_tokens")}
         if arrival_s is None:
             arrival_s = self.arrival_s[index]
-        return replace(self, arrival_s=arrival_s, **lengths)
+        turns = None if self.turns is None else self.turns.select(index)
+        return replace(self, arrival_s=arrival_s, turns=turns, **lengths)
+
+    def paced(self, pace: Pace, rng: np.random.Generator) -> Workload:
+        """The requests in the order of their arrivals; pace: the times that a trace of sessions leaves out."""
+        if self.turns is None:
+            return self
+        arrival_s, turns = pace.fill(self.arrival_s, self.turns, rng)
+        order = np.argsort(arrival_s, kind="stable")
+        return replace(self, turns=turns).select(order, arrival_s[order] - arrival_s[order[0]])
 
     def busiest(self, count: int) -> Workload:
         """The `count` successive requests with the most new tokens per second."""
@@ -96,13 +110,14 @@ class Workload:
 
     def faster(self, factor: float) -> Workload:
         """The same requests, arriving `factor` times as fast."""
-        return replace(self, arrival_s=self.arrival_s / factor)
+        turns = None if self.turns is None else self.turns.faster(factor)
+        return replace(self, arrival_s=self.arrival_s / factor, turns=turns)
 
     def scaled(self, factor: float, rng: np.random.Generator) -> Workload:
         """`factor` times as many requests in the same time.
 
         Whole copies are shifted cyclically in time by a random offset, so that bursts keep their shape but do not
-        coincide; the fractional part of the factor is a random sample of one more copy.
+        coincide; the fractional part of the factor is a random sample of one more copy. Sessions are copied as a whole.
         """
         if factor == 1:
             return self
@@ -111,15 +126,19 @@ class Workload:
         copies = int(factor)
         rest = factor - int(factor)
         period_s = self.duration_s * (1 + 1 / max(1, len(self) - 1))  # adds a mean gap after the last request
+        session = np.arange(len(self)) if self.turns is None else self.turns.session
+        _, first, session = np.unique(session, return_index=True, return_inverse=True)
+        start_s = self.arrival_s[first]
+        after_start_s = self.arrival_s - start_s[session]
         arrivals_of_copies: list[Array] = []
         picks: list[Lengths] = []
         for copy in range(copies + (rest > 0)):
             pick = np.arange(len(self))
             if copy == copies:
-                pick = pick[rng.random(len(self)) < rest]
+                pick = pick[(rng.random(len(first)) < rest)[session]]
             arrival_s = self.arrival_s[pick]
             if copy and period_s:
-                arrival_s = (arrival_s + rng.uniform(0, period_s)) % period_s
+                arrival_s = ((start_s + rng.uniform(0, period_s)) % period_s)[session[pick]] + after_start_s[pick]
             arrivals_of_copies.append(arrival_s)
             picks.append(pick)
         arrival_s = np.concatenate(arrivals_of_copies)
@@ -131,6 +150,9 @@ class Workload:
         if factor > 1:
             note = f"{factor:g} times the requests in the same time: copies shifted in time by random offsets"
         scaled = self.select(pick[order], arrival_s[order] - arrival_s[order[0]])
+        if scaled.turns is not None:
+            copy_of = np.repeat(np.arange(len(picks)), list(map(len, picks)))
+            scaled = replace(scaled, turns=scaled.turns.renumbered(copy_of[order]))
         return replace(scaled, notes=(*self.notes, note))
 
     def summary(self) -> dict[str, Any]:
@@ -149,6 +171,7 @@ class Workload:
             "gap_variation": gap_variation,  # 1 for a Poisson process
             **{f"{name}_tokens": _length_summary(tokens) for name, tokens in columns.items()},
             "cached_share": float(self.cached_prefix.sum() / self.context_len.sum()),
+            "sessions": None if self.turns is None else len(np.unique(self.turns.session)),
             "notes": list(self.notes),
         }
 
@@ -175,7 +198,10 @@ class Synthetic:
     context: _Draw
     output: _Draw
     cached: float  # cached share of every context
-    max: int  # tokens of the longest context
+    max: int  # tokens of the longest context; a session ends before a longer one
+    turns: _Draw  # turns of each session
+    prompt: _Draw  # tokens that a later turn adds
+    has_turns: bool  # whether the requests are turns of sessions
     defaults: str = ""  # keys that the text leaves out, with their values
 
     @classmethod
@@ -203,9 +229,15 @@ class Synthetic:
         given = set(by_key)
         if duration is not None:
             given.add("requests")
+        if "turns" not in given:
+            given |= {"turns", "prompt"}
+        elif "cached" in given:
+            raise InputError(f"{argument}: cached", by_key["cached"], "turns or cached, not both")
+        else:
+            given.add("cached")
         used = [key for key in _KEYS if key not in given and _ARRIVALS_OF.get(key, arrivals) == arrivals]
         defaults = ", ".join(f"{key}={_KEYS[key][0]}" for key in used)
-        return cls(text=text, arrivals=arrivals, defaults=defaults, **values)
+        return cls(text=text, arrivals=arrivals, defaults=defaults, has_turns="turns" in by_key, **values)
 
     def scaled(self, factor: float) -> Synthetic:
         """`factor` times as many requests in the same time."""
@@ -218,7 +250,7 @@ class Synthetic:
         """Draw the requests with a random generator."""
         context = np.minimum(self.context(self.requests, rng), self.max)
         cached = np.floor(self.cached * context).astype(np.int64)
-        return Workload(
+        workload = Workload(
             name=f"synthetic:{self.text}",
             kind="synthetic",
             arrival_s=self._arrivals_s(rng),
@@ -227,6 +259,30 @@ class Synthetic:
             output_tokens=self.output(self.requests, rng),
             notes=(f"by default {self.defaults}",) if self.defaults else (),
         )
+        if not self.has_turns:
+            return workload
+        return self._in_sessions(workload, rng)
+
+    def _in_sessions(self, first: Workload, rng: np.random.Generator) -> Workload:
+        """Sessions that begin with these requests; later turns have no times yet."""
+        session = np.repeat(np.arange(self.requests), self.turns(self.requests, rng))
+        is_first = np.diff(session, prepend=-1) > 0
+        prompt = self.prompt(len(session), rng)
+        output = self.output(len(session), rng)
+        arrival_s = np.full(len(session), np.nan)
+        prompt[is_first] = first.context_len
+        output[is_first] = first.output_tokens
+        arrival_s[is_first] = first.arrival_s
+        rows = SessionRows(
+            session=session,
+            arrival_s=arrival_s,
+            think_s=np.full(len(session), np.nan),
+            prompt=prompt,
+            is_delta=np.ones(len(session), dtype=bool),
+            output=output,
+        )
+        workload, _ = _with_turns(first, rows)
+        return workload.select(workload.context_len <= self.max)
 
     def _arrivals_s(self, rng: np.random.Generator) -> Array:
         """Draw arrival times; for diurnal arrivals, the integral of the rate is inverted."""
@@ -250,10 +306,17 @@ class RequestSource:
 
     requests: Workload | Synthetic
     rate_scale: float = 1.0  # factor on the number of requests in the same time
+    pace: Pace = field(default_factory=Pace)  # times of sessions that the requests leave out
+    simulates_cache: bool = True  # whether caches of turns are simulated; otherwise, all share one without limit
 
     @classmethod
-    def of(cls, source: object, *, columns: str | None = None, rate_scale: float = 1.0) -> RequestSource:
-        """Read the requests of FILE, synthetic:SPEC or a data frame; columns: see `parse_columns`."""
+    def of(
+        cls, source: object, *, columns: str | None = None, rate_scale: float = 1.0, pace: Pace | None = None
+    ) -> RequestSource:
+        """Read the requests of FILE, synthetic:SPEC or a data frame; columns: see `parse_columns`.
+
+        Raises InputError where `pace` lacks times that the requests need.
+        """
         names = {} if columns is None else parse_columns(columns, _ROLES)
         requests: Workload | Synthetic
         if not isinstance(source, str):
@@ -262,7 +325,7 @@ class RequestSource:
             requests = Synthetic.parse(source.removeprefix("synthetic:"))
         else:
             requests = read_trace(source, names=names)
-        return cls(requests=requests, rate_scale=rate_scale)
+        return cls(requests=requests, rate_scale=rate_scale, pace=pace or Pace())
 
     def times(self, factor: float) -> RequestSource:
         """`factor` times as many requests in the same time, as with that factor on `rate_scale`."""
@@ -283,6 +346,13 @@ class RequestSource:
         return self.rate_scale * len(self.requests)
 
     @property
+    def has_turns(self) -> bool:
+        """Whether the hits of prefix caches follow from the requests: they are turns of sessions, or have hashes."""
+        if isinstance(self.requests, Synthetic):
+            return self.requests.has_turns
+        return self.requests.turns is not None
+
+    @property
     def is_random(self) -> bool:
         """Whether requests depend on the seed."""
         return isinstance(self.requests, Synthetic)
@@ -291,8 +361,24 @@ class RequestSource:
         """The requests; synthetic requests differ between replications."""
         rng = np.random.default_rng([seed, replication])
         if isinstance(self.requests, Synthetic):
-            return self.requests.scaled(self.rate_scale).draw(rng)
-        return self.requests.scaled(self.rate_scale, rng)
+            workload = self.requests.scaled(self.rate_scale).draw(rng).paced(self.pace, rng)
+        else:
+            workload = self.requests.paced(self.pace, rng).scaled(self.rate_scale, rng)
+        return workload if self.simulates_cache else replace(workload, turns=None)
+
+
+def _with_turns(requests: Workload, rows: SessionRows) -> tuple[Workload, int]:
+    """The turns of sessions in place of the requests, and the number of prompts that are new texts."""
+    context, turns, restarts = rows.grow()
+    workload = replace(
+        requests,
+        arrival_s=rows.arrival_s,
+        context_len=context,
+        cached_prefix=turns.reusable,
+        output_tokens=rows.output,
+        turns=turns,
+    )
+    return workload, restarts
 
 
 def _lengths(text: str, argument: str) -> _Draw:
@@ -341,6 +427,8 @@ _KEYS: dict[str, tuple[str, Callable[[str, str], Any]]] = {  # key: (default, pa
     "output": ("200", _lengths),
     "cached": ("0", partial(parse_share, below=1)),
     "max": ("128k", parse_tokens),
+    "turns": ("1", _lengths),
+    "prompt": ("lognormal:200:1", _lengths),
 }
 _ARRIVALS_OF = {"cv": "bursty", "period": "diurnal", "peak": "diurnal"}  # keys of one kind of arrivals
 
@@ -351,21 +439,31 @@ _ARRIVALS_OF = {"cv": "bursty", "period": "diurnal", "peak": "diurnal"}  # keys 
 #                                                                and times in milliseconds since 1970 or ISO dates
 #     TIMESTAMP,ContextTokens,GeneratedTokens                    Azure LLM inference traces, 2023 and 2024
 #     {"timestamp", "input_length", "output_length", "hash_ids"} Mooncake: milliseconds; a hash is a block of 512 tokens
+#     {"session_id", "input_length", "output_length", "delay"}   AIPerf: a turn, which adds input_length tokens to those
+#                                                                before it; delay or timestamp in milliseconds
+#     {"session_id", "turns": [{"text", "delay"}, ...]}          AIPerf: a session; 4 characters of text are a token
 #
-# Leading Mooncake blocks that occurred in an earlier request count as cached, as in an unlimited prefix cache that all
-# GPUs share.
+# A table with a column of sessions has whole prompts. In traces with hashes or sessions, cached_prefix is that of an
+# unlimited prefix cache that all GPUs share.
 
-BLOCK_TOKENS = 512  # tokens per block of Mooncake's hash_ids
 MAX_LINE = 2**17  # characters per line; also the limit of a field in Python's csv
 MAX_BLOCKS = 5_000_000  # largest number of distinct hash_ids
 _MAX_HASH = 64  # characters of a hash, if the hash is a text
 _MAX_ARRIVAL_S = 1e10  # largest arrival in seconds; a larger number of a table is in milliseconds
 _MOONCAKE = ("timestamp", "input_length", "output_length")  # fields of every line of a Mooncake trace
+_AIPERF = ("session_id", "turn", "delay")  # further fields of a turn
+_JSON_LINE = f"a JSON object with {', '.join(_MOONCAKE)}, or with session_id and input_length or turns"
+_TEXT_PER_TOKEN = 4  # characters
+_WHOLE_PROMPTS = "message_array_with_responses"  # AIPerf's context_mode of turns that have the prompts before them
+_COLUMNS = 9  # of the array in which a trace is read
 _ROLES = {  # usual names of columns, by role
     "timestamp": ("arrival_s", "arrival", "timestamp", "time", "ts", "created_at", "start_time", "request_time"),
     "context": PROMPT_TOKENS,
     "output": OUTPUT_TOKENS,
     "cached": CACHED_TOKENS,
+    "session": ("session_id", "session", "conversation_id", "conversation", "chat_id", "thread_id", "dialog_id"),
+    "turn": ("turn", "turn_id", "turn_index", "turn_number", "round"),
+    "think_s": ("think_time", "delay", "pause"),
 }
 _ACCEPTED = (
     "a header line with a column of arrivals and one of context tokens (arrival_s or timestamp; context_tokens,"
@@ -403,7 +501,8 @@ def read_trace(path: str, argument: str = "requests", names: Mapping[str, RoleCo
 
 
 def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, RoleColumn]) -> Workload:
-    # line number, arrival in seconds, tokens of context, output and cached prefix
+    # line number, arrival in seconds, tokens of context, output and cached prefix; session, turn, pause and whether the
+    # context lacks the turns before. Without these: nan, and -1 for no session.
     rows = array("d")
     count = 0
     lines = _limit_lines(file, source)
@@ -412,9 +511,15 @@ def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, RoleCo
     if first.lstrip().startswith("{"):
         reader = _json_records
     header, records = reader(itertools.chain((first,), lines), source)
-    roles = _roles(header, names, source)
+    columns = _roles(header, names, source)
+    roles = dict.fromkeys(_ROLES, "") | {role: column.name for role, column in columns.items()}
     is_mooncake = not names and set(_MOONCAKE) <= set(header)
-    blocks: set[int | str] = set()
+    pause_s = 1e-3 if is_mooncake else 1.0
+    if "think_s" in columns:
+        pause_s = columns["think_s"].unit_s or pause_s
+    blocks: dict[int | str, int] = {}
+    sequences: list[list[int]] = []
+    sessions: dict[str, int] = {}
     for count, (line, record) in enumerate(records, start=1):
         if count > MAX_REQUESTS:
             break
@@ -423,15 +528,27 @@ def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, RoleCo
         output = _tokens_in(record, roles["output"], where)
         cached = _tokens_in(record, roles["cached"], where)
         if hashes := record.get("hash_ids"):
-            cached = min(BLOCK_TOKENS * _leading_blocks(hashes, blocks, f"{where}: hash_ids"), context)
-        arrival_s = _arrival_s(record[roles["timestamp"]], f"{where}: {roles['timestamp']}", is_ms=is_mooncake)
-        rows.extend((line, arrival_s, context, output, cached))
+            leading, sequence = _leading_blocks(hashes, blocks, f"{where}: hash_ids")
+            cached = min(BLOCK_TOKENS * leading, context)
+            sequences.append(sequence)
+        session = -1
+        name_of_session = record.get(roles["session"])
+        if name_of_session not in (None, ""):
+            session = sessions.setdefault(str(name_of_session), len(sessions))
+        arrival_s = math.nan
+        time_of_arrival = record.get(roles["timestamp"])
+        if session < 0 or time_of_arrival not in (None, ""):
+            arrival_s = _arrival_s(time_of_arrival, f"{where}: {roles['timestamp']}", is_ms=is_mooncake)
+        turn = _optional(record, roles["turn"], where)
+        think_s = pause_s * _optional(record, roles["think_s"], where)
+        is_delta = is_mooncake and record.get("context_mode") != _WHOLE_PROMPTS
+        rows.extend((line, arrival_s, context, output, cached, session, turn, think_s, is_delta))
     if count == 0:
         raise InputError(source, "0 requests", f"1 to {MAX_REQUESTS} requests")
     if count > MAX_REQUESTS:
         raise InputError(source, f"more than {MAX_REQUESTS} requests", f"1 to {MAX_REQUESTS} requests")
     kind = "mooncake" if is_mooncake else "csv"
-    return _workload(name, kind, np.array(rows).reshape(-1, 5), source)
+    return _workload(name, kind, np.array(rows).reshape(-1, _COLUMNS), sequences, source)
 
 
 def _limit_lines(file: TextIO, source: str) -> Iterator[str]:
@@ -483,30 +600,58 @@ def _json_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Ite
                 record = parse_json(line)
             except ValueError:
                 record = None
-            if not isinstance(record, dict) or not set(_MOONCAKE) <= set(record):
-                raise InputError(f"{source}: line {number}", line, f"a JSON object with {', '.join(_MOONCAKE)}")
-            yield number, record
+            if not isinstance(record, dict) or not _is_request(record):
+                raise InputError(f"{source}: line {number}", line, _JSON_LINE)
+            if "turns" not in record:
+                yield number, record
+                continue
+            session = record.get("session_id") or f"line {number}"
+            for turn in record["turns"]:
+                tokens = turn.get("input_length", math.ceil(_characters(turn) / _TEXT_PER_TOKEN))
+                yield number, {"output_length": 0, **turn, "input_length": tokens, "session_id": session}
 
-    return (*_MOONCAKE, "cached_tokens"), records()
+    return (*_MOONCAKE, *_AIPERF, "cached_tokens"), records()
 
 
-def _roles(header: Sequence[str], names: Mapping[str, RoleColumn], source: str) -> dict[str, str]:
-    """The column of each role, named by the user or listed in _ROLES; "": the file has no such column."""
+def _is_request(record: Mapping[str, Any]) -> bool:
+    """Whether a JSON object is a request of Mooncake, or a turn or a session of AIPerf."""
+    turns = record.get("turns")
+    if turns is not None:
+        return isinstance(turns, list) and all(isinstance(turn, dict) and _has_prompt(turn) for turn in turns)
+    if record.get("session_id") in (None, ""):
+        return set(_MOONCAKE) <= set(record)
+    return "input_length" in record
+
+
+def _has_prompt(turn: Mapping[str, Any]) -> bool:
+    return "input_length" in turn or _characters(turn) > 0
+
+
+def _characters(turn: Mapping[str, Any]) -> int:
+    """Characters of a turn's text; 0 without a text."""
+    texts = turn.get("texts") or [turn.get("text")]
+    if not isinstance(texts, list):
+        return 0
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _roles(header: Sequence[str], names: Mapping[str, RoleColumn], source: str) -> dict[str, RoleColumn]:
+    """The columns of the roles that the file has, named by the user or listed in _ROLES."""
     columns = find_columns(header, _ROLES, names)
-    if "timestamp" not in columns or "context" not in columns:
+    if not {"timestamp", "session"} & set(columns) or "context" not in columns:
         raise InputError(f"{source}: line 1", ",".join(header), _ACCEPTED)
-    return dict.fromkeys(_ROLES, "") | {role: column.name for role, column in columns.items()}
+    return columns
 
 
-def _leading_blocks(hashes: object, blocks: set[int | str], where: str) -> int:
-    """The number of leading blocks that are in `blocks`; adds all hashes to `blocks`."""
+def _leading_blocks(hashes: object, blocks: dict[int | str, int], where: str) -> tuple[int, list[int]]:
+    """The number of leading hashes that are in `blocks`, and the numbers of all; adds all hashes to `blocks`."""
     if not isinstance(hashes, list) or not all(map(_is_hash, hashes)):
         raise InputError(where, hashes, f"a list of numbers of 64 bits or texts of at most {_MAX_HASH} characters")
     leading = len(list(itertools.takewhile(blocks.__contains__, hashes)))
-    blocks.update(hashes)
+    sequence = [blocks.setdefault(value, len(blocks)) for value in hashes]
     if len(blocks) > MAX_BLOCKS:
         raise InputError(where, f"{len(blocks)} blocks", f"at most {MAX_BLOCKS} blocks in all")
-    return leading
+    return leading, sequence
 
 
 def _is_hash(value: object) -> bool:
@@ -554,6 +699,17 @@ def _tokens_in(record: _Record, column: str, where: str) -> float:
     return _tokens(record[column], f"{where}: {column}")
 
 
+def _optional(record: _Record, column: str, where: str) -> float:
+    """A number of a record that is at least 0; nan if the record has none."""
+    value = record.get(column)
+    if value in (None, ""):
+        return math.nan
+    number = _number(value)
+    if not 0 <= number <= _MAX_ARRIVAL_S:
+        raise InputError(f"{where}: {column}", value, f"a number from 0 to {_MAX_ARRIVAL_S:g}")
+    return number
+
+
 def _tokens(value: object, where: str) -> float:
     """The value as a whole number of tokens, at least 0; raises InputError for other values."""
     number = _number(value)
@@ -562,10 +718,14 @@ def _tokens(value: object, where: str) -> float:
     return number
 
 
-def _workload(name: str, kind: str, rows: Array, source: str) -> Workload:
-    """Repair the rows of _read_lines, and return the requests with notes on the repairs."""
+def _workload(name: str, kind: str, rows: Array, sequences: Sequence[list[int]], source: str) -> Workload:
+    """Repair the rows of _read_lines, and return the requests with notes on the repairs.
+
+    sequences: the blocks of each request, where all have hashes.
+    """
     notes = list[str]()
-    is_valid = (rows[:, 1] >= 0) & (rows[:, 1] <= _MAX_ARRIVAL_S)
+    has_sessions = bool((rows[:, 5] >= 0).any())
+    is_valid = np.isnan(rows[:, 1]) | (rows[:, 1] >= 0) & (rows[:, 1] <= _MAX_ARRIVAL_S)
     if not is_valid.all():
         line, arrival_s = rows[int(is_valid.argmin()), :2]
         accepted = f"seconds from 0 to {_MAX_ARRIVAL_S:g}"
@@ -576,11 +736,23 @@ def _workload(name: str, kind: str, rows: Array, source: str) -> Workload:
     if empty.any():
         line = rows[int(empty.argmax()), 0]
         notes.append(f"{int(empty.sum())} requests with a context of 0 tokens left out (the first in line {line:.0f})")
-    rows = rows[~empty]
-    if (np.diff(rows[:, 1]) < 0).any():
-        rows = rows[np.argsort(rows[:, 1], kind="stable")]
+    kept = np.flatnonzero(~empty)
+    if has_sessions:
+        return _of_sessions(name, kind, rows[kept], notes)
+    if (np.diff(rows[kept, 1]) < 0).any():
+        kept = kept[np.argsort(rows[kept, 1], kind="stable")]
         notes.append("arrivals were not in order and have been sorted")
-    context, output, prefix = rows[:, 2:].T.astype(np.int64)
+    turns = None
+    if len(sequences) == len(rows):
+        context = rows[kept, 2].astype(np.int64)
+        turns = Turns(
+            session=np.arange(len(kept)),
+            think_s=np.zeros(len(kept)),
+            reusable=context - 1,
+            blocks=[sequences[row] for row in kept.tolist()],
+        )
+    rows = rows[kept]
+    context, output, prefix = rows[:, 2:5].T.astype(np.int64)
     fully_cached = int((prefix >= context).sum())
     if fully_cached:
         notes.append(f"{fully_cached} fully cached contexts: their last token is computed anyway")
@@ -591,5 +763,40 @@ def _workload(name: str, kind: str, rows: Array, source: str) -> Workload:
         context_len=context,
         cached_prefix=np.minimum(prefix, context - 1),
         output_tokens=output,
+        turns=turns,
         notes=tuple(notes),
     )
+
+
+def _of_sessions(name: str, kind: str, rows: Array, notes: Sequence[str]) -> Workload:
+    """The turns of sessions next to each other, with the arrivals of the trace; nan: not in the trace."""
+    session = rows[:, 5].astype(np.int64)
+    alone = session < 0
+    session[alone] = session.max() + 1 + np.arange(alone.sum())
+    turn = np.nan_to_num(rows[:, 6])
+    arrival_s = rows[:, 1]
+    order = np.lexsort((np.nan_to_num(arrival_s, nan=np.inf), turn, session))
+    rows = rows[order]
+    context, output = rows[:, 2:4].T.astype(np.int64)
+    requests = Workload(
+        name=name, kind=kind, arrival_s=rows[:, 1], context_len=context, cached_prefix=context, output_tokens=output
+    )
+    workload, restarts = _with_turns(
+        requests,
+        SessionRows(
+            session=session[order],
+            arrival_s=rows[:, 1] - np.nanmin(arrival_s) if np.isfinite(arrival_s).any() else rows[:, 1],
+            think_s=rows[:, 7],
+            prompt=context,
+            is_delta=rows[:, 8] > 0,
+            output=output,
+        ),
+    )
+    more = list(notes)
+    if rows[:, 4].any():
+        more.append("the cached tokens of the trace are not used: the prefix cache of its sessions is simulated")
+    if restarts:
+        more.append(
+            f"{restarts} prompts are shorter than those before them in their sessions: nothing of them is cached"
+        )
+    return replace(workload, notes=tuple(more))

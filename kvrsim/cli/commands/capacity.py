@@ -86,6 +86,7 @@ _FIRST = (
     "clusters:",
     "interval:",
     "TPOT:",
+    "prefix cache:",
     "split or not:",
     "engines:",
     "traffic:",

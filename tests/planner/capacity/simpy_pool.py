@@ -36,7 +36,9 @@ class SimpyPool:
         for request, arrival_s in enumerate(self.pool.arrival_s.tolist()):
             self._at(arrival_s, partial(self.queue.append, request))
         self.env.run()
-        return PoolRun(begin_s=self.begin_s, end_s=self.end_s, group=self.group, busy_s=self.busy_s)
+        return PoolRun(
+            begin_s=self.begin_s, end_s=self.end_s, group=self.group, busy_s=self.busy_s, arrival_s=self.pool.arrival_s
+        )
 
     def _at(self, time_s: float, then: Callable[[], None]) -> None:
         """Call `then` at this time, and dispatch after all other events of that instant."""
