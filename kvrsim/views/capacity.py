@@ -205,10 +205,7 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
     if fleet.target_tpot_s is not None and fleet.p50_tpot_s is not None:
         tpot = f"{format_seconds(fleet.p50_tpot_s)} (p50), {format_seconds(fleet.target_tpot_s)}"
         yield "TPOT", f"{tpot} ({ordinal(plan.percentile)} percentile)"
-    if fleet.prefix_cache is not None:
-        yield "prefix cache", hit_words(fleet.prefix_cache)
-    if fleet.by_turn:
-        yield "by turn", f"TTFT ({ordinal(plan.percentile)} percentile): {', '.join(map(turn_words, fleet.by_turn))}"
+    yield from _session_lines(plan)
     if plan.answer is not None:
         yield "engines", fleet.engine or "no engine has all of these strategies (--only-deployable vllm|sglang|trtllm)"
     if plan.growth:
@@ -239,6 +236,15 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
             " a group",
         )
     yield "requests", _workload_words(plan)
+
+
+def _session_lines(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
+    """Labels and lines about sessions: the hits of their prefixes, and the TTFT by turn."""
+    fleet = plan.first
+    if fleet.prefix_cache is not None:
+        yield "prefix cache", hit_words(fleet.prefix_cache)
+    if fleet.by_turn:
+        yield "by turn", f"TTFT ({ordinal(plan.percentile)} percentile): {', '.join(map(turn_words, fleet.by_turn))}"
 
 
 def hit_words(hits: CacheHits) -> str:
