@@ -197,6 +197,15 @@ class PlacedScenario(Scenario):
         cost = self.cost
         return replace(cost, traits=replace(cost.traits, lower_bound=True))
 
+    @property
+    def decode_cost(self) -> CostModel:
+        """Cost model of a decode step, in which kernels have few rows."""
+        cost = self.cost
+        if isinstance(cost, RooflineCost):
+            return cost
+        assert self.profile is not None
+        return replace(cost, rates=self.profile.kernels.in_decode)
+
     def layer_costs(self, cost: CostModel | None = None) -> tuple[LayerCosts, ...]:
         """Costs of each kind of layer of the model, with `cost` instead of the scenario's own."""
         if cost is None or cost is vars(self).get("cost"):  # self.cost fails if the GPU lacks the dtype

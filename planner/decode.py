@@ -70,20 +70,19 @@ def step_s(per_rank: PlacedScenario, batch: int, context: int) -> float:
     scenario = replace(per_rank, request=request)
     if scenario.host.launch_s:
         scenario = scenario.with_host(replace(scenario.host, launch_s=0.0, collective_s=0.0))
-    one = np.ones(1)
     keys = np.full(1, float(context))
-    cost = scenario.cost
+    cost = scenario.decode_cost
     layers = scenario.layer_costs(cost)
     group = scenario.group
     host = scenario.host
     device_s = 0.0
     for kind in scenario.share.layer_kind_index:
         costs = layers[kind]
-        device_s += float((costs.qkv_s(one) + costs.decode_attention_s(keys) + costs.output_mlp_s(one))[0])
+        device_s += float(costs.decode_s(keys)[0])
         if group is not None:
-            nbytes = one * float(batch * scenario.share.hidden_size * request.dtype_bytes)
+            nbytes = np.full(1, float(batch * scenario.share.hidden_size * request.dtype_bytes))
             device_s += costs.num_sums * float((host.collective_s + group.all_reduce_s(nbytes))[0])
-    return host.step_s + device_s + sum(float(work_s(op)[0]) for op in head(scenario, one, cost))
+    return host.step_s + device_s + sum(float(work_s(op)[0]) for op in head(scenario, np.ones(1), cost))
 
 
 def decoding_rank(scenario: Scenario, size: int) -> PlacedScenario:

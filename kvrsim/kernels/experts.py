@@ -122,12 +122,25 @@ class GroupedRates:
         return np.asarray((self.start_s + np.hypot(compute_s, weights_s) + moved_s) * (call.tokens > 0))
 
 
+    def in_decode(self, bytes_per_s: float) -> GroupedRates:
+        """Rates in a decode step, in which each expert has few rows; bytes_per_s: rate at which products read weights.
+
+        Kernels for few rows have small tiles without empty rows, and read the experts' weights at this rate.
+        """
+        return replace(self, tile_rows=0.0, weight_bytes_per_s=bytes_per_s)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertRates:
     """Rates of grouped products by type."""
 
     half: GroupedRates  # rates in fp16 and bf16
     types: Annotated[Mapping[str, GroupedRates], Keys(tuple(GEMM_TYPES))] = field(default_factory=dict)
+
+    def in_decode(self, bytes_per_s: float) -> ExpertRates:
+        """Rates in a decode step, see GroupedRates."""
+        types = {name: rates.in_decode(bytes_per_s) for name, rates in self.types.items()}
+        return replace(self, half=self.half.in_decode(bytes_per_s), types=types)
 
     def covers(self, compute: str | None, element_bytes: int) -> bool:
         """Whether there are rates of a type or a substitute; `element_bytes`: bytes of the request's dtype."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -183,6 +183,19 @@ class GemmRates:
             return RowCost(rows_per_step=None, table=np.zeros(1), row_s=flops / self.flops_per_s)
         tables = [_time_table(self, product, element_bytes) for product in products]
         return RowCost(rows_per_step=self.step, table=sum(tables, np.zeros(_LAST_STEP + 1)), row_s=0.0)
+
+    def in_decode(self, half: GemmRates) -> GemmRates:
+        """Rates in a decode step, for a type that quantises its inputs; half: rates of half precision.
+
+        Public tables time the quantising pass as kernels of its own. For a few rows, engines quantise in the norm or
+        activation before the product, so that a product starts and streams its weights like one in half precision.
+        """
+        return replace(
+            self,
+            launch_s=min(self.launch_s, half.launch_s),
+            bytes_per_s=max(self.bytes_per_s, half.bytes_per_s),
+            measured=(),
+        )
 
     @property
     def step(self) -> int:

@@ -182,11 +182,18 @@ class LayerCosts:
         best = times_s.argmin(axis=0)
         return np.take_along_axis(times_s, best[None], axis=0)[0], np.array(counts, dtype=float)[best]
 
-    def decode_attention_s(self, keys: Array) -> Array:
-        """Seconds of one token's attention to `keys` tokens, itself included."""
+    def decode_s(self, keys: Array) -> Array:
+        """Seconds of the layer for one token of each sequence, which attends to `keys` tokens, itself included.
+
+        Keys and values are not made from latents: a decoding kernel attends to the latents themselves.
+        """
+        token = np.ones_like(keys)
+        seconds = self._before(token) + self.output_mlp_s(token)
+        if self._repeats_rotary:
+            seconds = seconds + self.setting.host.resume_s
         if self._mixer is None:
-            return np.zeros_like(keys)
-        return self._mixer.decode_s(keys)
+            return seconds
+        return seconds + self._mixer.decode_s(keys)
 
     # -- after token mixing
     def output_mlp_s(self, chunk: Array) -> Array:

@@ -98,6 +98,18 @@ class KernelRates:
             repeats_rotary=self.repeats_rotary,
         )
 
+    @property
+    def in_decode(self) -> KernelRates:
+        """The rates in a decode step, whose kernels have few rows and mainly read weights."""
+        types = dict(self.gemm_types)
+        for name, rates in self.gemm_types.items():
+            if GEMM_TYPES[name].quantised:
+                types[name] = rates.in_decode(self.gemm)
+        experts = self.experts
+        if experts is not None:
+            experts = experts.in_decode(self.gemm.bytes_per_s)
+        return replace(self, gemm_types=types, experts=experts)
+
     def of(self, call: Call, kernel: str) -> Any:
         """Return the rates of the call's operation; None where the profile has none.
 

@@ -20,6 +20,7 @@ from kvrsim.errors import ABSENT, InputError
 from kvrsim.io.schema import NonNegative
 from kvrsim.kernels.attention import absorbing
 from kvrsim.kernels.cost import CalibratedCost, Part, RooflineCost
+from kvrsim.kernels.elementwise import Traffic
 from kvrsim.kernels.mixer import LayerSetting, MixerCost
 from kvrsim.model.gemm import Gemm
 from kvrsim.model.mixers import Attention, CompressedAttention, LatentAttention
@@ -292,6 +293,19 @@ class SparseCost(MixerCost):
         return seconds + self._absorb(chunk)
 
     def decode_s(self, keys: Array) -> Array:
-        """Seconds of a decode step, as a chunk of one token."""
+        """Seconds of one token in kernels that split the keys over the device and read each of them once.
+
+        The indexer reads the index keys of all tokens, and attention reads the chosen keys.
+        """
         token = np.ones_like(keys)
-        return self.attention_s(token, keys - token)
+        call = sparse_call(self.mixer, token, keys - token)
+        index_bytes = self.mixer.index_key_bytes / call.compress_ratio
+        read = Traffic("copy", self._half_token_bytes - index_bytes, 1)
+        seconds = self.cost.traffic_s(call.kernel_keys, (read,))
+        if index_bytes:
+            chosen = self.cost.traffic_s(keys, (Traffic("copy", index_bytes, 2),))
+            seconds = seconds + call.chooses * chosen
+        seconds = np.minimum(seconds, self.cost.call_s(call))
+        if self._absorb is None:
+            return seconds
+        return seconds + self._absorb(token)

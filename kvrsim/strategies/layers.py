@@ -137,7 +137,7 @@ def decode_step(scenario: PlacedScenario, context: Array, cost: CostModel) -> tu
     group = scenario.group
     for kind in scenario.share.layer_kind_index:
         costs = layers[kind]
-        device_s = device_s + costs.qkv_s(token) + costs.decode_attention_s(context) + costs.output_mlp_s(token)
+        device_s = device_s + costs.decode_s(context)
         if group is not None:
             nbytes = token * float(summed * scenario.request.dtype_bytes)
             reduce_s = reduce_s + costs.num_sums * (scenario.host.collective_s + group.all_reduce_s(nbytes))
