@@ -199,12 +199,12 @@ class PlacedScenario(Scenario):
 
     @property
     def decode_cost(self) -> CostModel:
-        """Cost model of a decode step, in which kernels have few rows."""
+        """Cost model of a decode step, whose kernels have few rows and wait for memory, whatever the clock."""
         cost = self.cost
         if isinstance(cost, RooflineCost):
             return cost
         assert self.profile is not None
-        return replace(cost, rates=self.profile.kernels.in_decode)
+        return replace(cost, rates=self.profile.kernels.in_decode, clock_factor=1.0)
 
     def layer_costs(self, cost: CostModel | None = None) -> tuple[LayerCosts, ...]:
         """Costs of each kind of layer of the model, with `cost` instead of the scenario's own."""

@@ -64,7 +64,8 @@ def closed_loop(scenario: Scenario, users: int, output_tokens: int) -> ClosedLoo
 def step_s(per_rank: PlacedScenario, batch: int, context: int) -> float:
     """Seconds of one step, which computes one token for each of `batch` sequences of `context` tokens.
 
-    Engines replay a graph of the step's kernels, so kernel launches cost no extra time.
+    Engines replay a graph of the step's kernels, so kernel launches cost no extra time. Its products and experts mainly
+    read weights, and its attention reads the caches.
     """
     request = replace(per_rank.request, context_len=context, cached_prefix=context - 1, batch=batch)
     scenario = replace(per_rank, request=request)

@@ -3,8 +3,8 @@
 A step computes up to `budget` tokens: one of every sequence that decodes, then pieces of prompts. Its time is that of
 the matrices for all tokens, of attention for each piece and each cache, and of the logits. The time of the matrices is
 tabulated by tokens. That of a piece's attention is tabulated for every number of tokens after some prefixes, and
-interpolated between these. A step that only decodes replays a graph of its kernels, so that launches cost no extra
-time; its time is linear in the tokens of the caches.
+interpolated between these. A step that only decodes (planner/decode.py) replays a graph of its kernels, so that
+launches cost no extra time; its time is linear in the tokens of the caches.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def takes_steps(strategy: Strategy) -> bool:
 class StepTimes:
     """Durations of the steps of a group, and the memory for its caches.
 
-    The clock frequency of all steps is that of the request of the execution from which the times were tabulated.
+    The clock of steps with pieces of prompts is that of the request of the execution from which they were tabulated.
     """
 
     strategy: str
