@@ -121,7 +121,6 @@ class GroupedRates:
         moved_s = rows * (row_bytes / self.row_bytes_per_s)
         return np.asarray((self.start_s + np.hypot(compute_s, weights_s) + moved_s) * (call.tokens > 0))
 
-
     def in_decode(self, bytes_per_s: float) -> GroupedRates:
         """Rates in a decode step, in which each expert has few rows; bytes_per_s: rate at which products read weights.
 
