@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import compress
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvrsim.choices import DEPLOY_ENGINES
@@ -108,64 +107,101 @@ def strategies_table(plan: Plan, *, short: bool = False) -> Table:
     rows = [result for group in groups for result in group.rows]
     longest_s = max((result.ttft_s for result in first_rows(plan)), default=plan.first.ttft_s)
     unit = format_seconds(longest_s).split(" ")[1]
-    over = None if plan.baseline is None else baseline_title(plan.baseline)
-    has_interval = any(result.ttft_low_s < result.ttft_high_s for result in rows)
-    is_in_paper = any(result.paper_ttft_s is not None for result in rows)
-    names_engines = short and not _answers_the_paper(plan)
-    chunks = "partition\n(tokens)"
-    memory = "peak\nmemory"
+    shown = [entry for entry in _columns(plan, rows, unit, short=short) if entry.is_shown]
+    columns = [entry.column for entry in shown]
     if short:
-        chunks = "chunks\n(tokens)"
-        memory = "memory"
-    columns = {  # columns, and whether each is shown
-        Column(title="strategy\n"): True,
-        Column(title=chunks, rank=4, hint="tokens of each rank or piece"): True,
-        Column(title="TTFT\n", number=True, hint="time to first token"): True,
-        Column(title=interval_title(plan.interval_coverage), number=True, rank=2, hint="of the TTFT"): has_interval,
-        Column(title="paper\n", number=True, rank=5, hint="TTFT that the KV-Runahead paper measured"): is_in_paper,
-        Column(title="measured\n", number=True, hint="median TTFT of the confirmation"): bool(plan.measured_s),
-        Column(title=f"vs {over}\n", number=True, hint=f"TTFT of {plan.baseline} divided by this TTFT"): over
-        is not None,
-        Column(title="exposed\ncomm.", number=True, rank=5, hint="TTFT minus TTFT with free communication"): not short,
-        Column(title="longest\nwait", number=True, rank=6, hint="of the rank that waits longest"): not short,
-        Column(title=memory, number=True, rank=7, hint="peak of the rank that needs the most"): True,
-        Column(title="fits\n", hint=plan.memory_limit.describe()): not short,
-        Column(title="engines\n", rank=4, hint="engines that launch it"): names_engines,
-        Column(title="what it is\n", rank=3, wraps=True): short,
-    }
-    shown = [column for column, is_shown in columns.items() if is_shown]
-    if short:
-        shown = [column._replace(title=column.label) for column in shown]
-    table = Table(columns=shown)
+        columns = [column._replace(title=column.label) for column in columns]
+    table = Table(columns=columns)
     for group in groups:
         if group.heading:
             table.headings[len(table.rows)] = group.heading
         for result in group.rows:
             style = "bold" if result is plan.first else None
-            table.add_row(*compress(_cells(plan, result, unit, short=short), columns.values()), style=style)
+            table.add_row(*(entry.cell_of(result) for entry in shown), style=style)
     return table
 
 
-def _cells(plan: Plan, result: StrategyResult, unit: str, *, short: bool) -> tuple[str | Cell, ...]:
-    """All cells of a strategy's row, in the order of the columns."""
-    speedup = "" if result.speedup is None else Cell(shown=f"{result.speedup:.2f}×", value=result.speedup)
-    paper_s = result.paper_ttft_s
-    measured_s = plan.measured_s.get(result.strategy)
-    return (
-        _marked(plan, result),
-        format_partition(result.partition),
-        Cell(shown=_in_unit(unit, result.ttft_s), value=result.ttft_s),
-        Cell(shown=_in_unit(unit, result.ttft_low_s, result.ttft_high_s), value=result.ttft_high_s),
-        Cell(shown="" if paper_s is None else _in_unit(unit, paper_s), value=paper_s),
-        Cell(shown="" if measured_s is None else _in_unit(unit, measured_s), value=measured_s),
-        speedup,
-        "" if short else seconds_cell(result.exposed_comm_s),  # both columns take time to compute
-        "" if short else seconds_cell(max(result.wait_s)),
-        bytes_cell(max(rank.total for rank in result.memory)),
-        fits_text(result.fits),
-        _engines_text(result),
-        result.title,
-    )
+class PlanColumn(NamedTuple):
+    """A column of the table of strategies, with its cell for each strategy."""
+
+    column: Column
+    cell_of: Callable[[StrategyResult], str | Cell]
+    is_shown: bool = True
+
+
+def _columns(plan: Plan, rows: Sequence[StrategyResult], unit: str, *, short: bool) -> list[PlanColumn]:
+    """The columns of the table of strategies, in order; rows: the strategies that it shows."""
+
+    def seconds(value_s: float | None) -> Cell:
+        return Cell(shown="" if value_s is None else _in_unit(unit, value_s), value=value_s)
+
+    def interval(result: StrategyResult) -> Cell:
+        return Cell(shown=_in_unit(unit, result.ttft_low_s, result.ttft_high_s), value=result.ttft_high_s)
+
+    def speedup(result: StrategyResult) -> Cell:
+        return Cell(shown="" if result.speedup is None else f"{result.speedup:.2f}×", value=result.speedup)
+
+    chunks_title = "partition\n(tokens)"
+    memory_title = "peak\nmemory"
+    if short:
+        chunks_title = "chunks\n(tokens)"
+        memory_title = "memory"
+    over = "" if plan.baseline is None else baseline_title(plan.baseline)
+    return [
+        PlanColumn(Column(title="strategy\n"), lambda result: _marked(plan, result)),
+        PlanColumn(
+            Column(title=chunks_title, rank=4, hint="tokens of each rank or piece"),
+            lambda result: format_partition(result.partition),
+        ),
+        PlanColumn(
+            Column(title="TTFT\n", number=True, hint="time to first token"), lambda result: seconds(result.ttft_s)
+        ),
+        PlanColumn(
+            Column(title=interval_title(plan.interval_coverage), number=True, rank=2, hint="of the TTFT"),
+            interval,
+            is_shown=any(result.ttft_low_s < result.ttft_high_s for result in rows),
+        ),
+        PlanColumn(
+            Column(title="paper\n", number=True, rank=5, hint="TTFT that the KV-Runahead paper measured"),
+            lambda result: seconds(result.paper_ttft_s),
+            is_shown=any(result.paper_ttft_s is not None for result in rows),
+        ),
+        PlanColumn(
+            Column(title="measured\n", number=True, hint="median TTFT of the confirmation"),
+            lambda result: seconds(plan.measured_s.get(result.strategy)),
+            is_shown=bool(plan.measured_s),
+        ),
+        PlanColumn(
+            Column(title=f"vs {over}\n", number=True, hint=f"TTFT of {plan.baseline} divided by this TTFT"),
+            speedup,
+            is_shown=plan.baseline is not None,
+        ),
+        PlanColumn(
+            Column(title="exposed\ncomm.", number=True, rank=5, hint="TTFT minus TTFT with free communication"),
+            lambda result: seconds_cell(result.exposed_comm_s),
+            is_shown=not short,
+        ),
+        PlanColumn(
+            Column(title="longest\nwait", number=True, rank=6, hint="of the rank that waits longest"),
+            lambda result: seconds_cell(max(result.wait_s)),
+            is_shown=not short,
+        ),
+        PlanColumn(
+            Column(title=memory_title, number=True, rank=7, hint="peak of the rank that needs the most"),
+            lambda result: bytes_cell(max(rank.total for rank in result.memory)),
+        ),
+        PlanColumn(
+            Column(title="fits\n", hint=plan.memory_limit.describe()),
+            lambda result: fits_text(result.fits),
+            is_shown=not short,
+        ),
+        PlanColumn(
+            Column(title="engines\n", rank=4, hint="engines that launch it"),
+            _engines_text,
+            is_shown=short and not _answers_the_paper(plan),
+        ),
+        PlanColumn(Column(title="what it is\n", rank=3, wraps=True), lambda result: result.title, is_shown=short),
+    ]
 
 
 def _engines_text(result: StrategyResult) -> str:
