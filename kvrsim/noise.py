@@ -389,7 +389,8 @@ class Distribution:
         for name in ("mean", *_SHARES):
             estimate: Estimate = getattr(self, name)
             content[f"{name}_s"] = estimate.value_s
-            content[f"{name}_low_s"], content[f"{name}_high_s"] = estimate.low_s, estimate.high_s
+            content[f"{name}_low_s"] = estimate.low_s
+            content[f"{name}_high_s"] = estimate.high_s
         return content | {"worst_s": self.worst_s, "mean_increase": self.mean.value_s / self.quiet_s - 1}
 
 

@@ -23,6 +23,7 @@ from kvrsim.kernels.tensor_parallel import Group, group_of, grouped_cluster, one
 from kvrsim.layout import LAYOUT_KINDS, ONE_LAYOUT, Layout
 from kvrsim.model.spec import ModelSpec
 from kvrsim.once import once
+from kvrsim.program import Array
 from kvrsim.scenario import Scenario
 from kvrsim.units import scale
 
@@ -169,15 +170,16 @@ class PlacedScenario(Scenario):
         """
         if self.profile is None or self.profile.kernels.clock is None:
             return 1.0
-        tokens, prefix = np.array([[self.request.new_tokens], [self.request.cached_prefix]], dtype=float)
-        costs = self._layer_costs_by(self._cost_of(self.profile, pace=1.0))
-        layers_s = [
-            one.qkv_s(tokens)
-            + (one.mixer.append_s(tokens, prefix) + one.mixer.attention_s(tokens, prefix) if one.has_mixer else 0.0)
-            + one.output_mlp_s(tokens)
-            + one.exchanged_experts_s(tokens) * self.expert_placement.layout.context  # equally many on each rank
-            for one in costs
-        ]
+        tokens = np.array([self.request.new_tokens], dtype=float)
+        prefix = np.array([self.request.cached_prefix], dtype=float)
+        layers_s: list[Array] = []
+        for costs in self._layer_costs_by(self._cost_of(self.profile, pace=1.0)):
+            layer_s = costs.qkv_s(tokens) + costs.output_mlp_s(tokens)
+            # Experts receive equally many tokens from each rank of the context.
+            layer_s += costs.exchanged_experts_s(tokens) * self.expert_placement.layout.context
+            if costs.has_mixer:
+                layer_s += costs.mixer.append_s(tokens, prefix) + costs.mixer.attention_s(tokens, prefix)
+            layers_s.append(layer_s)
         busy_s = np.sum([layers_s[kind] for kind in self.share.layer_kind_index], axis=0) / self.cluster.num_gpus
         return float((self.profile.kernels.clock.loaded_s(busy_s) / busy_s)[0])
 
@@ -208,7 +210,8 @@ class PlacedScenario(Scenario):
 
     def layer_costs(self, cost: CostModel | None = None) -> tuple[LayerCosts, ...]:
         """Costs of each kind of layer of the model, with `cost` instead of the scenario's own."""
-        if cost is None or cost is vars(self).get("cost"):  # self.cost fails if the GPU lacks the dtype
+        computed_cost = vars(self).get("cost")  # None: not yet computed; reading self.cost fails without its dtype
+        if cost is None or cost is computed_cost:
             return self._layer_costs
         return self._layer_costs_by(cost)
 

@@ -22,6 +22,7 @@ MAX_BYTES_PER_S = 1e18
 MAX_SECONDS = 1e9
 
 # ASCII digits and a short exponent, so that every text converts quickly to a small value.
+_LONGEST_QUANTITY = 80  # characters; longer texts are not read
 _QUANTITY = re.compile(r"([0-9]{1,24}(?:\.[0-9]{0,24})?(?:[eE][+-]?[0-9]{1,2})?) ?([A-Za-zµμ/]*)", re.ASCII)
 _DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -42,7 +43,9 @@ _BYTES_PER_S = {
 
 def _quantity(text: str, units: Mapping[str, int | Fraction]) -> Fraction | None:
     """The exact value of "<number><unit>"; None if the text is not of this form."""
-    match = _QUANTITY.fullmatch(text.strip()) if len(text) <= 80 else None
+    if len(text) > _LONGEST_QUANTITY:
+        return None
+    match = _QUANTITY.fullmatch(text.strip())
     if match is None or match[2] not in units:
         return None
     return Fraction(match[1]) * units[match[2]]

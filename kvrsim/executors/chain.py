@@ -295,7 +295,9 @@ class _ChainRun:
 def row_after(x: Array, on: Array, back: Array, periods: int) -> Array:
     """Nodes of a row after `periods` periods: `x_i(l) = max(x_(i-1)(l) + on_i, x_(i+1)(l-1) + back_i)`.
 
-    At the ends, `on_0` and the last `back` are loops from a node to itself. All arrays have the shape (nodes, B).
+    on: seconds from the previous node to a node, in the same period. back: seconds from the next node to a node, in
+    which a period passes. At the ends, `on_0` and the last `back` are loops from a node to itself, of one period. All
+    arrays have the shape (nodes, B).
     The order is by anti-diagonals: step s has period l of every node i with s = i + 2 l; these do not depend on each
     other.
     """
@@ -320,9 +322,9 @@ def last_of_row(x: Array, on: Array, back: Array, periods: int) -> Array:
 
     On every way back to a node, each neighbour on the way takes one period. The longest way goes to the slowest loop
     that it meets, repeats this loop, and goes on; it passes other loops no more often than necessary.
-    x: nodes after a period, so that each node is at least the previous node plus `on`.
+    x: nodes after a period, so that each node is at least the previous node plus `on`. on, back: as in row_after.
     """
-    loops = np.empty_like(back)
+    loops = np.empty_like(back)  # seconds of the way from a node to the next one and back, or of the loops at the ends
     np.add(back[:-1], on[1:], out=loops[:-1])
     loops[-1] = back[-1]
     np.maximum(loops[0], on[0], out=loops[0])
@@ -338,7 +340,7 @@ def last_of_row(x: Array, on: Array, back: Array, periods: int) -> Array:
             begun[:count] -= loops[:count]
             np.maximum(begun[:count], far[further:], out=begun[:count])
         begun -= to_first
-    stayed = begun + periods * loops
+    stayed = begun + periods * loops  # times of ways that repeat the loop of one node in all periods
     latest: Array = stayed[0]
     for index in range(1, len(x)):
         latest = np.maximum(latest + on[index], stayed[index])

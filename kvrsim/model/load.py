@@ -8,6 +8,7 @@ transformers.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from dataclasses import replace
@@ -30,6 +31,7 @@ _TUNED = re.compile(r"(-(instruct|chat|base|hf|it|v0\.1))+$")  # suffixes of che
 _DTYPES = {"float16": "fp16", "bfloat16": "bf16"}
 _FROZEN = "model.json"  # file that describes a model that the user has added
 _DATA = Path(__file__).parents[1] / "data"
+_FFN_STEP = 256  # DeciLM rounds the width of an MLP up to a multiple of this number
 _FURTHER_KEYS = ("num_nextn_predict_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 _TEXT = ("text_config", "llm_config", "language_config", "thinker_config")
 _TOWERS = {"vision_config": "vision", "visual_config": "vision", "audio_config": "audio"}
@@ -419,7 +421,8 @@ def _pruned_llama(config: JsonObject, name: str) -> ModelSpec:
             raise attention.error("n_heads_in_group", f"a divisor of the {heads} attention heads")
         inner = mlp.integer("intermediate_size", config.integer("intermediate_size", hidden), maximum=MAX_WIDTH)
         if mlp.has("ffn_mult"):
-            inner = 256 * -(-max(1, int(2 * mlp.number("ffn_mult", maximum=1000) * hidden / 3)) // 256)
+            width = int(2 * mlp.number("ffn_mult", maximum=1000) * hidden / 3)
+            inner = _FFN_STEP * math.ceil(max(1, width) / _FFN_STEP)
         widths = {"num_hidden_layers": 1, "num_key_value_heads": heads // group, "intermediate_size": inner}
         model = read_type(replace(plain, fields={**plain.fields, **widths, "model_type": "llama"}), name)
         (layer,) = model.layers

@@ -144,9 +144,12 @@ def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = 
     InputError.
     """
     fields, shapes = _fields_of(kind, config)
-    legacy = {*kind.get("legacy", ())}
     aliases = kind["aliases"]
-    nulls = {aliases.get(key, key) for key, value in config.fields.items() if value is None} - {*fields}
+    nulls: set[str] = set()  # keys whose value the file leaves open
+    for key, value in config.fields.items():
+        if value is None:
+            nulls.add(aliases.get(key, key))
+    nulls -= fields.keys()
     config = replace(config, fields=fields)
     for variant in kind["variants"]:
         if _not_covered(kind, variant, fields, shapes):
@@ -154,10 +157,10 @@ def fill(kind: Mapping[str, Any], config: JsonObject, name: str, *, own: bool = 
         model = _fill(kind["defaults"], variant, nulls, config, name)
         if model is not None:
             return model
-    keys = {*kind["known"], *legacy}
+    known = {*kind["known"], *kind.get("legacy", ())}
     for variant in kind["variants"]:
-        keys.update(variant["fixed"])
-    unknown = sorted(key for key in shapes - keys if is_size(key))
+        known.update(variant["fixed"])
+    unknown = sorted(key for key in shapes - known if is_size(key))
     if unknown and not own:
         accepted = f"nothing: the layers are read as those of {kind['model_type']}, which lacks it"
         raise config.error(unknown[0], accepted)

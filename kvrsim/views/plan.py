@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvrsim.errors import InputError
@@ -14,7 +15,7 @@ from kvrsim.views.figure import WIDTH, Head, figure_with_head, set_lanes
 from kvrsim.views.gantt import draw_gantt
 from kvrsim.views.plan_text import sentences, strategies_table
 from kvrsim.views.style import INK, chart_style, strategy_colour
-from kvrsim.views.table import Cell, format_interval, format_partition
+from kvrsim.views.table import Cell, format_interval, format_partition, interval_title
 from kvrsim.views.timeline import SCRIPTS, LabelledTimeline, gantt_section, memory_data, memory_section, timelines_data
 
 if TYPE_CHECKING:
@@ -156,14 +157,18 @@ def _strategies(plan: Plan) -> html.Html:
     """The table, with the strategies' colours, and their intervals as bars."""
     table = strategies_table(plan)
     span = html.span_of([(one.ttft_low_s, one.ttft_high_s) for one in plan.strategies])
-    rows = [
-        [_name_cell(plan, one), _partition_cell(one), *row[2:]]
-        for one, row in zip(plan.strategies, table.rows, strict=True)
-    ]
+    drawn: dict[str, Callable[[StrategyResult], Cell]] = {  # cells that the page draws, by the label of their column
+        "strategy": lambda result: _name_cell(plan, result),
+        "partition (tokens)": _partition_cell,
+        " ".join(interval_title(plan.interval_coverage).split()): lambda result: html.interval_cell(
+            result, result.strategy, span
+        ),
+    }
+    rows = [list(row) for row in table.rows]
     for place, column in enumerate(table.columns):
-        if "interval" in column.title:
-            for one, row in zip(plan.strategies, rows, strict=True):
-                row[place] = html.interval_cell(one, one.strategy, span)
+        if column.label in drawn:
+            for result, row in zip(plan.strategies, rows, strict=True):
+                row[place] = drawn[column.label](result)
     names = [one.strategy for one in plan.strategies]
     return html.table(
         table.columns, rows, caption="Strategies with their TTFT and memory", ident="strategies", row_names=names
