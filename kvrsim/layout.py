@@ -258,8 +258,11 @@ def layout_on(degrees: Degrees, num_gpus: int, *, is_mixture: bool, whole_expert
         if number not in (None, ranks):
             raise InputError("strategies", degrees.name, f"edp{ranks}, a copy of the experts per context and data rank")
         return replace(layout, expert_tensor=layout.tensor)
-    number = 1 if experts == "default" else number or gpus
-    if gpus % number or (number < gpus and not degrees.is_deployable):
-        accepted = f"epN with N a divisor of the {gpus} GPUs of a stage"
-        raise InputError("strategies", degrees.name, accepted if degrees.is_deployable else f"ep{gpus}, all GPUs")
-    return replace(layout, expert_tensor=gpus // number, expert_parallel=number)
+    if experts == "default":  # each expert is sliced over all GPUs of a stage
+        return replace(layout, expert_tensor=gpus)
+    groups = number or gpus
+    if not degrees.is_deployable and groups != gpus:
+        raise InputError("strategies", degrees.name, f"ep{gpus}, all GPUs")
+    if gpus % groups:
+        raise InputError("strategies", degrees.name, f"epN with N a divisor of the {gpus} GPUs of a stage")
+    return replace(layout, expert_tensor=gpus // groups, expert_parallel=groups)

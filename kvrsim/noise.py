@@ -335,6 +335,7 @@ def _settings(items: list[str], names: tuple[str, ...]) -> dict[str, float]:
 
 
 def _groups(pattern: re.Pattern[str], item: str) -> tuple[str, ...]:
+    """The groups of the pattern in an item. Raises ValueError where the item has another form."""
     match = pattern.fullmatch(item)
     if match is None:
         raise ValueError

@@ -331,6 +331,7 @@ class _Graph:
         track.now = self._issue(track, op.host_s[-1])
 
     def _all_to_all(self, rank: int, track: _Track, op: AllToAll) -> None:
+        """Add a rank's waits and messages of an all-to-all; each message waits for the rank's previous one."""
         *_, number = self._number("exchange", rank)
         track.now = self._issue(track, op.host_s)
         before: list[tuple[Key, float]] = []  # the rank's own previous message

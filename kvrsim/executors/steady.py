@@ -70,8 +70,9 @@ def _loads(program: Program) -> bool:
 
 
 def _periods(kinds: Sequence[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield the longest periods that repeat, and the layers between them as periods that occur once."""
     first = 0
-    alone = 0
+    alone = 0  # the first layer that is in no period yet
     while first < len(kinds):
         length, times = _longest_period(kinds, first)
         if (times - 1) * length >= _LEAST_REPEATED:

@@ -154,17 +154,15 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
         self.products: Counter[int] = Counter()  # FLOPs of products with a weight, by the weight's storage
         self.uses: set[tuple[int, str]] = set()  # storages of weights, each with the modules that ran while it was used
         self.others: Counter[str] = Counter()  # FLOPs of products of activations with each other, by module
-        self.inputs: dict[
-            str, torch.Tensor | None
-        ] = {}  # first input tensor of a module, or what a norm made it from, by module
+        # First input tensor of a module, or what a norm made it from, by module.
+        self.inputs: dict[str, torch.Tensor | None] = {}
         self.outputs: dict[str, Any] = {}  # outputs of modules, by name
         self.rotary: set[str] = set()  # modules in which queries and keys are rotated
         self.alibi = False
         self.cache: Any = None
         self._running = [""]
-        self._before_norm: dict[
-            int, tuple[torch.Tensor | None, object]
-        ] = {}  # input and output of norms, by the id of the output
+        # Input and output of norms, by the id of the output.
+        self._before_norm: dict[int, tuple[torch.Tensor | None, object]] = {}
         with ExitStack() as stack:
             for name, module in model.named_modules(remove_duplicate=False):
                 before = module.register_forward_pre_hook(partial(self._begin, name), with_kwargs=True)
@@ -181,6 +179,7 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
         self.cache = getattr(output, "past_key_values", None) or getattr(output, "cache_params", None)
 
     def _begin(self, name: str, _: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+        """Note a module that begins: its place in the order, and its first input tensor as it was before a norm."""
         self.order.setdefault(name, len(self.order))
         self._running.append(name)
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
@@ -192,6 +191,7 @@ class _Trace(FlopCounterMode):  # type: ignore[misc]
         self.inputs.setdefault(name, first)
 
     def _end(self, name: str, module: nn.Module, args: Sequence[object], output: object) -> None:
+        """Note a module that ends: its output and, if it is a norm, what it made the output from."""
         self._running.pop()
         self.outputs[name] = output
         if "norm" in type(module).__name__.lower():

@@ -200,7 +200,10 @@ def trace_events(spans: Sequence[Span], ranks: Sequence[str], name: str = "", nu
             args |= {"bytes": span.nbytes, "to": span.peer}
         event = {"ph": "X", "pid": pid, "tid": tid, "cat": span.kind, "name": span.name, "args": args}
         events.append(event | {"ts": begin / 1e3, "dur": (end - begin) / 1e3})
-        if moves and span.peer in streams and (then := streams[span.peer].from_(end)) >= begin:
+        if not moves or span.peer not in streams:
+            continue
+        then = streams[span.peer].from_(end)
+        if then >= begin:
             flow = {"cat": "message", "name": span.op, "id": first * 1_000_000 + index}
             events.append(flow | {"ph": "s", "pid": pid, "tid": tid, "ts": begin / 1e3})
             events.append(flow | {"ph": "f", "bp": "e", "pid": first + span.peer, "tid": _COMPUTE, "ts": then / 1e3})

@@ -236,20 +236,28 @@ def launched(op: Op, host: HostRates, launch_s: float | Array) -> Op:
 
 
 def _layer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
-    if not step.costs.has_mixer:
-        yield step.output_mlp(rank)
-    elif step.costs.has_state:
-        ops = _with_state(step, rank, in_turn=strategy.sends_in_turn)
-        load = None if strategy.is_pipeline else prefix_load(strategy, step, rank)
-        yield from ops if load is None else _insert(ops, load)
+    """Operations of a rank in a layer. A pipeline loads the cached prefix before its first piece, not here."""
+    if step.costs.has_mixer:
+        ops = _mixer_ops(strategy, step, rank)
+        load = None
+        if not strategy.is_pipeline and (step.costs.has_state or not step.costs.setting.prefix.is_local):
+            load = prefix_load(strategy, step, rank)
+        if load is not None:
+            ops = _insert(ops, load)
+        yield from ops
     else:
-        local = step.costs.setting.prefix.is_local or strategy.is_pipeline
-        load = None if local else prefix_load(strategy, step, rank)
-        layer = SINGLE.layer if step.num_ranks == 1 else strategy.layer
-        ops = layer(step, rank)
-        yield from ops if load is None else _insert(ops, load)
+        yield step.output_mlp(rank)
     yield from _experts(step, rank)
     yield from _all_reduces(step, rank)
+
+
+def _mixer_ops(strategy: Strategy, step: Step, rank: int) -> Iterator[Op]:
+    """Operations from the projections to the MLP: with a state, of the scan; else of the strategy's attention."""
+    if step.costs.has_state:
+        return _with_state(step, rank, in_turn=strategy.sends_in_turn)
+    if step.num_ranks == 1:
+        return SINGLE.layer(step, rank)
+    return strategy.layer(step, rank)
 
 
 def _with_state(step: Step, rank: int, *, in_turn: bool) -> Iterator[Op]:

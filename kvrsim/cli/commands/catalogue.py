@@ -166,21 +166,30 @@ def about(name: str) -> dict[str, Any]:
 
 
 def _words(strategy: Strategy) -> Mapping[str, Any]:
-    """Texts of a strategy; tp2+ring has the texts of ring. Strategies of users have none."""
+    """Texts of a strategy by name; tp2+ring has those of ring, with those of groups. Strategies of users have none."""
     from kvrsim.strategies import STRATEGIES
 
-    shipped = {one.name: one.words._asdict() for one in STRATEGIES.values() if one.words is not None}
-    if strategy.name in shipped or strategy.group_size in (None, 1):
-        return shipped.get(strategy.name, {})
-    between: Mapping[str, Any] = shipped.get(strategy.name.rpartition("+")[2], {})
+    shipped = STRATEGIES.get(strategy.name)
+    if shipped is not None or strategy.group_size in (None, 1):
+        return _shipped_words(shipped)
     rank = f"a rank is {strategy.group_size} GPUs that split every matrix"
-    moves = "two all-reduces in each group"
+    all_reduces = "two all-reduces in each group in each layer"
+    between = _shipped_words(STRATEGIES.get(strategy.name.rpartition("+")[2]))
+    if not between:
+        docs = "docs/explanation/strategies.md"
+        return {"each_rank": rank, "communication": all_reduces, "holds": None, "docs": docs}
     return {
-        "each_rank": "; ".join(filter(None, (rank, between.get("each_rank")))),
-        "communication": "; ".join(filter(None, (between.get("communication"), f"{moves} in each layer"))),
-        "holds": between.get("holds") and f"{between['holds']}; of them a GPU 1 / {strategy.group_size}",
-        "docs": between.get("docs", "docs/explanation/strategies.md"),
+        "each_rank": f"{rank}; {between['each_rank']}",
+        "communication": f"{between['communication']}; {all_reduces}",
+        "holds": f"{between['holds']}; of them a GPU 1 / {strategy.group_size}",
+        "docs": between["docs"],
     }
+
+
+def _shipped_words(strategy: Strategy | None) -> Mapping[str, Any]:
+    if strategy is None or strategy.words is None:
+        return {}
+    return strategy.words._asdict()
 
 
 # Models
