@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 
 from kvrsim.choices import PrefixAccess
-from kvrsim.engine import HostRates
+from kvrsim.engine import Engine, HostRates
 from kvrsim.kernels.cost import CalibratedCost, CostModel, RooflineCost
 from kvrsim.kernels.experts import ExpertPlacement, place_experts
 from kvrsim.kernels.layer import LayerCosts
@@ -155,6 +155,18 @@ class PlacedScenario(Scenario):
         other = super().with_host(host)
         is_alike = host.resume_s == self.host.resume_s  # the pace depends on it
         return other._with_costs_of(self) if is_alike else other
+
+    def with_engine(self, engine: Engine) -> Self:
+        """Return the scenario with another engine. If only host costs differ, it has the costs of this scenario."""
+        other = replace(self, engine=engine)
+        is_alike = (
+            other.kernel_scale == self.kernel_scale
+            and other.traits == self.traits
+            and other.host.resume_s == self.host.resume_s
+        )
+        if is_alike:
+            vars(other).update(share=self.share, pace=self.pace, cost=self.cost)
+        return other
 
     def _with_costs_of(self, other: PlacedScenario) -> Self:
         """Copy the costs that a scenario with the same device and request has computed; return this scenario."""

@@ -48,7 +48,6 @@ _OF_A_ROW = ("model", "gpus", "ctx", "batch", "cached_prefix", "dtype", "strateg
 
 # The partition that a strategy runs with. The planner supplies the function: this package does not import the planner.
 PartitionOf = Callable[[Execution], Partition]
-Change = Callable[[PlacedScenario], PlacedScenario]
 
 
 class HasInterval(Protocol):
@@ -73,12 +72,13 @@ class PrefillCase:
     execution: Execution  # the scenario placed for the row's strategy
     partition: Partition
 
-    def ttft_s(self, change: Change | None = None) -> float:
-        """Predicted seconds for the scenario, or for the scenario after `change`."""
-        execution = self.execution
-        if change is not None:
-            execution = execution.on(change(self.scenario))
-        return float(ttft_s(execution, np.array([self.partition.chunk_lens], dtype=float))[0])
+    def ttft_s(self) -> float:
+        """Predicted seconds."""
+        return float(ttft_s(self.execution, np.array([self.partition.chunk_lens], dtype=float))[0])
+
+    def on(self, scenario: PlacedScenario) -> PrefillCase:
+        """The case on a machine or with an engine that differ."""
+        return replace(self, execution=self.execution.on(scenario))
 
     @property
     def scenario(self) -> PlacedScenario:
@@ -337,6 +337,27 @@ class EngineTerms:
         return replace(scenario, engine=self.engine_with(values), profile=profile)
 
 
+class CasePredictor:
+    """Seconds of cases by values of an engine's terms. Values that differ only in host terms share costs of kernels."""
+
+    def __init__(self, terms: EngineTerms, cases: Sequence[PrefillCase]) -> None:
+        self.terms = terms
+        self.cases = cases
+        self._kernels: dict[str, float] | None = None  # terms of kernels in the latest call; None: not called
+        self._scenarios: list[PlacedScenario] = []  # scenarios of the cases with these terms
+
+    def __call__(self, values: Array) -> Array:
+        """Seconds of each case, shape (cases,); values: of all terms, shape (terms,)."""
+        factors = self.terms.named(values)
+        kernels = {name: factors[name] for name in (KERNEL_SCALE, SUSTAINED_SHARE) if name in factors}
+        if kernels != self._kernels:
+            self._scenarios = [self.terms.scenario_with(case.scenario, factors) for case in self.cases]
+            self._kernels = kernels
+        engine = self.terms.engine_with(factors)
+        cases = zip(self.cases, self._scenarios, strict=True)
+        return np.array([case.on(scenario.with_engine(engine)).ttft_s() for case, scenario in cases])
+
+
 def with_clock(profile: CalibrationProfile, values: Mapping[str, float]) -> CalibrationProfile:
     """The profile with the sustained share of its clock from these values, at most 1."""
     kernels = profile.kernels
@@ -404,8 +425,7 @@ class PrefillFit:
         profile = case.scenario.profile
         assert profile is not None, "a roofline has no engine"
         fitted = replace(profile, kernels=self.profile.kernels)
-        placed = replace(case.scenario, engine=self.engine, profile=fitted)
-        return replace(case, execution=case.execution.on(placed))
+        return case.on(replace(case.scenario, engine=self.engine, profile=fitted))
 
     def to_frame(self) -> pandas.DataFrame:
         """A frame with one row per prefill: seconds measured, and predicted before, after and without the case."""
@@ -455,13 +475,8 @@ def fit_prefills(
     measured_s = np.array([case.row.ttft_s for case in cases])
     sizes = [case.scenario.request.new_tokens for case in cases]
     terms = EngineTerms.of(profile, prior, lengths=max(sizes) >= _LEAST_LENGTH_RATIO * min(sizes))
-
-    def predict(values: Array) -> Array:
-        factors = terms.named(values)
-        return np.array([case.ttft_s(lambda scenario: terms.scenario_with(scenario, factors)) for case in cases])
-
     labels = tuple(case.row.case for case in cases)
-    solution = solve(predict, measured_s, terms.priors, labels, on_progress)
+    solution = solve(CasePredictor(terms, cases), measured_s, terms.priors, labels, on_progress)
     found = np.concatenate([solution.values, solution.log_sd, solution.after_s, solution.left_out_s])
     if not np.isfinite(found).all():
         worst = int(np.argmax(np.abs(np.log(measured_s / solution.after_s))))
@@ -577,8 +592,8 @@ def left_out_log_sd(left_out_s: Array, measured_s: Array) -> float:
 
     The spread is scaled so that 1.2816 spreads are the 90 % quantile of Student's t for this number of rows.
     """
-    from scipy.stats import t
+    from scipy.special import stdtrit  # imported only for fits
 
     errors = np.log(left_out_s / measured_s)
     spread = float(np.sqrt(np.mean(errors**2)))
-    return spread * float(t.ppf(0.9, max(1, len(errors)))) / DEVIATES_OF_80_PERCENT
+    return spread * float(stdtrit(max(1, len(errors)), 0.9)) / DEVIATES_OF_80_PERCENT

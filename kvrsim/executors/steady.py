@@ -91,6 +91,8 @@ def _longest_period(kinds: Sequence[int], first: int) -> tuple[int, int]:
     """Length and repetitions of the period that starts at `first` and covers the most layers."""
     best = 1, 1
     for length in range(1, _MOST_KINDS + 1):
+        if (best[1] - 1) * best[0] >= len(kinds) - first - length:
+            break  # a longer period repeats no more layers
         same = first
         while same + length < len(kinds) and kinds[same] == kinds[same + length]:
             same += 1

@@ -172,6 +172,10 @@ class GemmRates:
         if self.measured and not self.tiles:
             raise InputError("tiles", self.tiles, "at least one tile where shapes are measured")
 
+    def __hash__(self) -> int:
+        """Hash of the main rates. Tables are looked up by rates for every layer; all measured shapes take too long."""
+        return hash((self.flops_per_s, self.bytes_per_s, self.launch_s, self.concurrent_tiles))
+
     def seconds(self, rows: Array, products: tuple[Product, ...], element_bytes: Width) -> Array:
         """Seconds of all products in sequence; `rows`: tokens, any shape, not necessarily whole numbers."""
         return self.row_cost(products, element_bytes)(rows)

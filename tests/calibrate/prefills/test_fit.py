@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 import kvrsim
-from calibrate.prefills.fit import EngineTerms, PrefillCase, PrefillFit, check_prefills, fit_prefills, make_cases
+from calibrate.prefills.fit import (
+    CasePredictor,
+    EngineTerms,
+    PrefillCase,
+    PrefillFit,
+    check_prefills,
+    fit_prefills,
+    make_cases,
+)
 from calibrate.prefills.rows import PrefillRow
 from kvrsim.builder import make_scenario
 from kvrsim.engine import Engine, HostRates, load_engine
@@ -132,8 +140,20 @@ def test_terms_on_groups_of_gpus_are_those_of_the_scenario() -> None:
     terms = EngineTerms.of(PROFILE, PRIOR)
     values = {"layer_s": 8e-4, "request_s": 1.2e-2, "token_s": 1e-6, "kernel_scale": 1.08}
     for early, late in zip(cases_of(rows, TRUTH), cases_of(rows), strict=True):
-        assert late.ttft_s(lambda scenario: terms.scenario_with(scenario, values)) == pytest.approx(early.ttft_s())
+        assert late.on(terms.scenario_with(late.scenario, values)).ttft_s() == pytest.approx(early.ttft_s())
         assert terms.scenario_with(late.scenario, values).host == TRUTH.host
+
+
+def test_costs_that_points_share_are_those_of_each_point() -> None:
+    """Values in any order give the times of a case that is made with these values alone."""
+    cases = cases_of([row(4096, num_gpus=8, strategy="tp"), row(1024)])
+    terms = EngineTerms.of(PROFILE, PRIOR)
+    medians = np.array([prior.median for prior in terms.priors])
+    predict = CasePredictor(terms, cases)
+    for factors in (1.0, 1.0 + 0.1 * np.eye(len(medians)), 0.9):
+        for values in np.atleast_2d(medians * factors):
+            alone = [case.on(terms.scenario_with(case.scenario, terms.named(values))).ttft_s() for case in cases]
+            assert predict(values).tolist() == alone
 
 
 @pytest.mark.slow
@@ -141,10 +161,7 @@ def test_seconds_a_token_are_found_where_the_prior_knows_none() -> None:
     """The prior has no seconds per token; rows of several lengths show them, rows of one length cannot."""
     unknowing = replace(PRIOR, host=replace(PRIOR.host, token_s=0.0))
     client = replace(TRUTH, host=replace(TRUTH.host, token_s=1.5e-5))
-    cases = [
-        replace(case, execution=case.execution.on(replace(case.scenario, engine=unknowing)))
-        for case in measured(client)
-    ]
+    cases = [case.on(replace(case.scenario, engine=unknowing)) for case in measured(client)]
     result = fitted(cases, unknowing)
     assert result.engine.host.token_s == pytest.approx(1.5e-5, rel=0.2)
     alone = fitted(cases[:1], unknowing)
