@@ -8,7 +8,6 @@ from typing import Literal
 
 from calibrate.prefills.fit import PrefillCase, RowCheck
 from kvrsim.engine import NO_HOST
-from kvrsim.placement import PlacedScenario
 
 PartName = Literal["queue", "front end", "host", "links", "kernels", "response"]
 _FIRST_STEPS: dict[PartName, str] = {
@@ -44,9 +43,11 @@ def parts_of(cases: Sequence[PrefillCase], checks: Sequence[RowCheck]) -> tuple[
     low_s = high_s = measured_s = 0.0
     for case, row in zip(cases, checks, strict=True):
         whole_s = row.predicted_s
-        without_links_s = case.ttft_s(_without_communication)
-        without_host_s = case.ttft_s(_without_host)
-        without_front_end_s = case.ttft_s(_without_front_end)
+        scenario = case.scenario
+        no_front_end = scenario.with_host(replace(scenario.host, **_NO_FRONT_END))
+        without_links_s = case.on(scenario.without_communication).ttft_s()
+        without_host_s = case.on(scenario.with_host(NO_HOST)).ttft_s()
+        without_front_end_s = case.on(no_front_end).ttft_s()
         front_end_s = max(0.0, whole_s - without_front_end_s)
         links_s = max(0.0, whole_s - without_links_s)
         host_s = max(0.0, without_front_end_s - without_host_s)
@@ -77,15 +78,3 @@ def first_step(parts: Sequence[TtftPart]) -> str:
     certain = [part for part in parts if part.name != "response" or part.low_s > 0]
     largest = max(certain, key=lambda part: part.seconds)
     return f"{largest.name}, {largest.share:.0%} of TTFT: {_FIRST_STEPS[largest.name]}"
-
-
-def _without_communication(scenario: PlacedScenario) -> PlacedScenario:
-    return scenario.without_communication
-
-
-def _without_host(scenario: PlacedScenario) -> PlacedScenario:
-    return scenario.with_host(NO_HOST)
-
-
-def _without_front_end(scenario: PlacedScenario) -> PlacedScenario:
-    return scenario.with_host(replace(scenario.host, **_NO_FRONT_END))

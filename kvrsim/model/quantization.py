@@ -77,11 +77,12 @@ class Modules:
 
     def hold(self, path: str) -> bool:
         """Whether the list contains a module's dotted name or the name of a module that contains it."""
-        parts = path.split(".")
-        for first in range(len(parts)):
-            for last in range(first + 1, len(parts) + 1):
-                if ".".join(parts[first:last]) in self.names:
-                    return True
+        if self.names:
+            parts = path.split(".")
+            for first in range(len(parts)):
+                for last in range(first + 1, len(parts) + 1):
+                    if ".".join(parts[first:last]) in self.names:
+                        return True
         return any(pattern.match(path) for pattern in self.patterns)
 
 

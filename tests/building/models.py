@@ -14,6 +14,7 @@ from kvrsim.model.spec import LayerSpec, ModelSpec
 from tests.building.drawing import Draws, strategy_of
 
 ARCHITECTURES = ("llama", "gemma2", "mistral", "mixtral", "qwen3_moe", "falcon")
+EXPERT_KEYS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
 QUANTISED: tuple[dict[str, Any], ...] = (
     {"quant_method": "fp8"},
     {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["self_attn", "layers.1"]},
@@ -24,10 +25,16 @@ QUANTISED: tuple[dict[str, Any], ...] = (
 )
 
 
-def any_model(rng: Draws, *, layers: tuple[int, int] = (1, 4), kind: str | None = None) -> ModelSpec:
-    """A random model with shared or separate KV heads, windows or experts on all or some layers; 30 % are quantised."""
+def any_model(
+    rng: Draws, *, layers: tuple[int, int] = (1, 4), kind: str | None = None, divisible: bool = False
+) -> ModelSpec:
+    """A random model with shared or separate KV heads, windows or experts on all or some layers; 30 % are quantised.
+
+    divisible: whether groups of four GPUs divide the heads, and divide or repeat the KV heads.
+    """
     kv_heads = rng.choice([1, 2, 4])
-    heads = kv_heads * rng.choice([1, 2, 4])
+    least = 4 // kv_heads if divisible else 1
+    heads = kv_heads * rng.choice([size for size in (1, 2, 4) if size >= least])
     head_dim = rng.choice([8, 32, 64, 128])
     model_type = kind or rng.choice(ARCHITECTURES)
     config: dict[str, Any] = {
@@ -61,7 +68,7 @@ def _read(config: dict[str, Any]) -> ModelSpec:
     if config.get("decoder_sparse_step") != 2:
         return read_config(JsonObject(fields=config, where="test"), "random")
     experts = _read(config | {"decoder_sparse_step": 1})
-    dense = _read(config | {"model_type": "qwen3", "decoder_sparse_step": 1})
+    dense = _read({key: value for key, value in config.items() if key not in EXPERT_KEYS} | {"model_type": "qwen3"})
     layers = list(dense.layers)
     layers[1::2] = experts.layers[1::2]
     return replace(experts, layers=tuple(layers))
@@ -97,9 +104,9 @@ def products_of(model: ModelSpec) -> list[Product]:
     return list(result)
 
 
-def any_mixed_model(rng: Draws, *, layers: tuple[int, int] = (1, 4)) -> ModelSpec:
+def any_mixed_model(rng: Draws, *, layers: tuple[int, int] = (1, 4), divisible: bool = False) -> ModelSpec:
     """A random model whose layers differ: full, windowed or chunked attention, latents, states, or only an MLP."""
-    model = any_model(rng, layers=layers)
+    model = any_model(rng, layers=layers, divisible=divisible)
     own = [rng.choice([layer, *_others(rng, model, layer)]) for layer in model.layers]
     if all(layer.mixer is None for layer in own):
         own[0] = model.layers[0]

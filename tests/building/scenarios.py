@@ -43,6 +43,7 @@ def any_scenario(
     topologies: tuple[str, ...] = ("switch", "chain", "nodes"),
     decades: tuple[float, float] = (7, 12),
     kind: str | None = None,  # a model_type, or "mixed" for layers of different kinds
+    divisible: bool = False,  # whether groups of four GPUs divide the heads
 ) -> PlacedScenario:
     """A scenario with at least one new token per GPU and up to tokens[1] more; half have a cached prefix."""
     gpus = rng.randint(*num_gpus)
@@ -56,7 +57,10 @@ def any_scenario(
         batch=rng.choice([1, 1, 3]),
         dtype=rng.choice(["fp16", "bf16", "fp8"]),
     )
-    model = any_mixed_model(rng, layers=layers) if kind == "mixed" else any_model(rng, layers=layers, kind=kind)
+    if kind == "mixed":
+        model = any_mixed_model(rng, layers=layers, divisible=divisible)
+    else:
+        model = any_model(rng, layers=layers, kind=kind, divisible=divisible)
     shapes = products_of(model)
     return noted(
         PlacedScenario(
@@ -114,11 +118,10 @@ def any_engine(rng: Draws) -> Engine:
 def any_divisible(rng: Draws, **options: Any) -> PlacedScenario:
     """A scenario whose GPUs and heads can be divided into groups of two and of four."""
     options = {"num_gpus": (4, 4), "layers": (4, 6), "topologies": ("switch", "chain")} | options
-    while True:
-        scenario = any_scenario(rng, **options)
-        kv_heads = scenario.model.num_key_value_heads
-        if scenario.model.num_attention_heads % 4 == 0 and (kv_heads in (1, 2) or kv_heads % 4 == 0):
-            return scenario
+    scenario = any_scenario(rng, divisible=True, **options)
+    assert scenario.model.num_attention_heads % 4 == 0
+    assert scenario.model.num_key_value_heads in (1, 2) or scenario.model.num_key_value_heads % 4 == 0
+    return scenario
 
 
 def executed(scenario: Scenario, strategy: Strategy) -> Execution:
