@@ -92,14 +92,14 @@ class DecodePool:
 
 
 class Decoding:
-    """Sizes the fleets that decode. The fleet that was found first is kept where it is enough for other prefills."""
+    """Sizes the fleets that decode. The size that was found last is tried first for other prefills."""
 
     def __init__(self, times: ServiceTimes, limits: FleetLimits, target: Target, work: Work) -> None:
         self.times = times
         self.limits = limits
         self.target = target
         self.work = work
-        self._found: tuple[int, int] | None = None  # GPUs per group and replicas of the last fleet found
+        self._found: dict[int, int] = {}  # replicas of the last fleet found, by GPUs per group
 
     def pools(self, runs: Sequence[FleetRun], sizes: Sequence[int] | None = None) -> list[DecodePool]:
         """The sequences of these prefills on groups of each size that can decode one of them."""
@@ -133,11 +133,6 @@ class Decoding:
         A text instead: why there is no such fleet. At least one request has more than one output token.
         """
         allowed = self.target.most_late(sum(len(run.workload) for run in runs))
-        if self._found is not None:
-            size, replicas = self._found
-            answer = self._answer(self.pools(runs, [size])[0], replicas, runs)
-            if sum(int((~(tpot_s <= answer[0].tpot_s)).sum()) for tpot_s in answer[1]) <= allowed:
-                return answer
         pools = self.pools(runs)
         best: tuple[float, DecodePool, int] | None = None
         for pool in sorted(pools, key=lambda pool: self.limits.cost(pool.gpus) * pool.load):
@@ -153,7 +148,6 @@ class Decoding:
         if best is None:
             return self._reason(pools)
         _, pool, replicas = best
-        self._found = (pool.gpus, replicas)
         return self._answer(pool, replicas, runs)
 
     def _fewest(self, pool: DecodePool, allowed: int, most: int) -> int | None:
@@ -161,7 +155,11 @@ class Decoding:
             self.work.simulate(pool.requests)
             return pool.late(replicas, allowed) <= allowed
 
-        return fewest_groups(is_enough, math.ceil(pool.load), most)
+        start = self._found.get(pool.gpus, math.ceil(pool.load))
+        fewest = fewest_groups(is_enough, start, most)
+        if fewest is not None:
+            self._found[pool.gpus] = fewest
+        return fewest
 
     def _reason(self, pools: Sequence[DecodePool]) -> str:
         assert self.target.tpot_s is not None

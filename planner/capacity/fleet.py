@@ -258,12 +258,18 @@ class PoolRun:
 def run_pool(pool: GroupPool, limit: LateLimit | None = None) -> PoolRun:
     """Serve all requests in the order of arrival, which takes about 1 µs per request, or several in shared steps.
 
-    limit: where requests share steps, the simulation may end as soon as too many requests are late.
+    limit: the simulation may end as soon as more requests are late; requests that it has not served never end.
     """
     if pool.service.steps is not None:
         return _run_steps(pool, pool.service.steps, limit)
     if _is_equal(pool):
         return _run_equal(pool)
+    slo_s = _NEVER
+    allowed = len(pool.arrival_s)
+    if limit is not None:
+        slo_s = limit.ttft_s
+        allowed = limit.allowed
+    late = 0
     service = pool.service
     overlap = pool.service.overlap
     run = overlap.run
@@ -290,6 +296,14 @@ def run_pool(pool: GroupPool, limit: LateLimit | None = None) -> PoolRun:
         begins.append(begin)
         ends.append(end)
         groups.append(group)
+        if end + hold - arrival > slo_s:
+            late += 1
+            if late > allowed:
+                break
+    not_served = len(pool.arrival_s) - len(ends)
+    begins += [_NEVER] * not_served
+    ends += [_NEVER] * not_served
+    groups += [0] * not_served
     return PoolRun(
         begin_s=np.array(begins),
         end_s=np.array(ends),

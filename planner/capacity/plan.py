@@ -141,29 +141,45 @@ class Sizing:
             raise InputError("tpot", request.target.tpot_s, "with requests of more than one output token")
         times = service_times(self.scenario, workloads, self.policy, request.step_budget, self._times)
         self._times = times
-        is_free = self.policy.names is None and not self.policy.engines  # whether no strategies are asked for
         self.work.begin(stage)
-        theory = self._search(request, workloads, times, only_best=only_best)
-        if not is_free or not theory.feasible or theory.feasible[0].engine is not None:
-            return theory
-        self.work.begin(stage)
+        asks_for_none = self.policy.names is None and not self.policy.engines
+        dearest = 1.0 if only_best else _DEAREST
+        if not asks_for_none:
+            return self._search(request, workloads, times, dearest=dearest)
         deployable = times.under(replace(self.policy, deployable=True))
-        practice = self._search(request, workloads, deployable, only_best=only_best)
-        if not practice.feasible:
+        practice = None
+        if any(deployable.layouts(size) for size in request.limits.sizes):
+            practice = self._search(request, workloads, deployable, dearest=dearest)
+        if practice is None or not practice.feasible:
+            theory = self._search(request, workloads, times, dearest=dearest, earlier=practice)
+            if not theory.feasible:
+                return theory
             note = "no fleet that an engine has today meets the target"
-            if practice.left_out or times.left_out:
+            if theory.left_out or times.left_out:
                 budget_s = self.work.pool.time_budget_s
                 note = f"--time-budget {budget_s:g}s ended before all fleets that an engine has were simulated"
             return replace(theory, notes=(note,))
-        fewer = theory.feasible[0]
-        if fewer.total_gpus >= practice.feasible[0].total_gpus:
+        if only_best:
             return practice
+        cost = practice.search.cost(practice.feasible[0])
+        theory = self._search(request, workloads, times, dearest=1.0, below=cost, earlier=practice)
+        if not theory.feasible or theory.search.cost(theory.feasible[0]) >= cost:
+            return practice
+        fewer = theory.feasible[0]
         note = f"with strategies that no engine has: {fewer.total_gpus} GPUs, {fewer.describe()} (strategies all)"
         return replace(practice, notes=(note,))
 
     def _search(
-        self, request: CapacityRequest, workloads: Sequence[Workload], times: ServiceTimes, *, only_best: bool
+        self,
+        request: CapacityRequest,
+        workloads: Sequence[Workload],
+        times: ServiceTimes,
+        *,
+        dearest: float,
+        below: float = math.inf,
+        earlier: FleetOutcome | None = None,
     ) -> FleetOutcome:
+        """The fleets with the strategies of a policy; dearest and below: see FleetSearch; earlier: another policy's."""
         limits = _limits(self.scenario, request.limits, times.policy)
         times.fill(limits.sizes, self.work)
         sizes = tuple(filter(times.layouts, limits.sizes))
@@ -171,9 +187,13 @@ class Sizing:
             budget_s = self.work.pool.time_budget_s
             raise InputError("time_budget", f"{budget_s:g}s", "a longer time: no group is simulated yet")
         limited = replace(request, limits=replace(limits, sizes=sizes))
-        search = FleetSearch(FleetSimulator(limited, workloads, times, self.work))
+        if earlier is None:
+            simulator = FleetSimulator(limited, workloads, times, self.work)
+        else:
+            simulator = earlier.search.simulator.under(limited, times)
+        search = FleetSearch(simulator, dearest=dearest, below=below)
         fits = search.all_fits(_stretch(workloads))
-        fleets = search.answers(fits, 1.0 if only_best else _DEAREST)
+        fleets = search.answers(fits)
         tried = None
         if request.sure and fleets:  # groups are added one by one until the interval is safe; a cheaper fleet may be
             tried = search.around(fits, fleets)
@@ -266,7 +286,7 @@ def _report(outcome: FleetOutcome, warnings: Sequence[str]) -> CapacityPlan:
             missing.append(f"{outcome.left_out} designs of fleets")
         budget_s = simulator.work.pool.time_budget_s
         notes.append(f"--time-budget {budget_s:g}s ended before all was simulated: {'; '.join(missing)}")
-    if left_out := policy.left_out(largest):
+    if left_out := replace(policy, deployable=False).left_out(largest):
         notes.append(f"not tried: {', '.join(left_out)}; the option strategies tries those that it names, or all")
     longest_sequence = max(int((workload.context_len + workload.output_tokens).max()) for workload in workloads)
     return CapacityPlan(

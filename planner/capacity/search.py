@@ -64,6 +64,7 @@ _PERCENTILES = (1, 5, 10, 20, 30, 40, 50, 60, 70, 75, 80, 85, 90, 92.5, 95, 96, 
 _REQUEST_QUANTILES = (0.25, 0.5, 0.75, 0.9, 0.95, 0.98, 0.99)  # shares of the requests at which designs are cut
 _WORK_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)  # shares of all new tokens at which designs are cut
 _OPTIONS = 3  # most numbers of groups tried above the least one of a bucket: 10 changes no fleet of 8 questions
+_SAME_COST = 1e-9  # relative difference below which two costs are equal
 _SAFE_LOAD = 0.9  # factor on the mean number of busy groups for a lower bound, since a trace may end with a backlog
 _REFINED = 3  # number of two-bucket designs with a finer search
 _FINER = (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)  # exponents of 2: ratios of nearby cuts to a cut
@@ -117,11 +118,13 @@ class Bucket:
                 selected = service.select(mine)
                 pool = GroupPool(arrival_s=arrival_s, service=selected, replicas=replicas)
                 run = run_pool(pool, simulator.limit)
+                simulator.work.simulate(len(mine))
                 late_first += int((run.end_s + selected.hold_s - run.arrival_s > target.slo_s).sum())
                 if run.tpot_s is not None and target.tpot_s is not None:
                     late_tokens += int((~(run.tpot_s <= target.tpot_s)).sum())
+                if max(late_first, late_tokens) > simulator.allowed:
+                    break
             self._late[replicas] = max(late_first, late_tokens)
-            simulator.work.simulate(self.requests)
         return self._late[replicas]
 
 
@@ -139,13 +142,20 @@ class FleetSimulator:
         self.requests = sum(map(len, workloads))
         self.allowed = self.target.most_late(self.requests)  # requests of all workloads together that may be late
         self.work = work or Work()
-        # A simulation of shared steps may end as soon as more requests are late.
+        # A simulation may end as soon as more requests are late.
         self.limit = LateLimit(ttft_s=request.target.slo_s, tpot_s=request.target.tpot_s, allowed=self.allowed)
         self.decoding = None
         if request.target.tpot_s is not None:
             self.decoding = Decoding(times, request.limits, request.target, self.work)
         self._services: dict[GroupType, list[Service]] = {}
         self._buckets: dict[Fleet, Bucket] = {}
+
+    def under(self, request: CapacityRequest, times: ServiceTimes) -> FleetSimulator:
+        """A simulator of the same requests under another policy of strategies; groups that also decode are the same."""
+        other = FleetSimulator(request, self.workloads, times, self.work)
+        other._services = {group: services for group, services in self._services.items() if group.colocated}
+        other._buckets = {fleet: bucket for fleet, bucket in self._buckets.items() if fleet[-1].type.colocated}
+        return other
 
     def on(self, workloads: Sequence[Workload]) -> FleetSimulator:
         """A simulator of other workloads, with an empty cache."""
@@ -476,10 +486,16 @@ class FleetFit:
 
 
 class FleetSearch:
-    """A search over designs within the limits of a request."""
+    """A search over designs within the limits of a request.
 
-    def __init__(self, simulator: FleetSimulator) -> None:
+    dearest: fleets that cost more than this multiple of the best one are left out. below: fleets that cost as much are
+    left out, too.
+    """
+
+    def __init__(self, simulator: FleetSimulator, *, dearest: float = math.inf, below: float = math.inf) -> None:
         self.simulator = simulator
+        self.dearest = dearest
+        self.below = below
         self.limits = simulator.limits
         self.work = simulator.work
         self.longest = max(int(workload.new_tokens.max()) for workload in simulator.workloads)
@@ -494,6 +510,11 @@ class FleetSearch:
             found = map(simulator.times.colocated, self.limits.sizes)
             self.colocated = [group for group in found if group is not None]
         self._simulated = set[Fleet]()  # designs
+        self._answers: dict[Fleet, FleetAnswer] = {}  # those of the first fits, which bound the cost of all others
+        self._least = math.inf  # cost of the best answer
+        self._least_decoding = 0.0  # least cost of a fleet that decodes
+        if simulator.decoding is not None:
+            self._least_decoding = min(map(self.limits.cost, self.limits.sizes))
 
     def all_fits(self, stretch: Workload | None = None) -> list[FleetFit]:
         """All uniform fleets that meet the target, and the best mixed fleet of each pair of group sizes, best first.
@@ -501,15 +522,17 @@ class FleetSearch:
         stretch: part of the requests on which mixed designs are searched first; None: search on all requests.
         """
         together = self.fits(self.uniform(self.colocated))
+        self._bound(together)
         return [*together, *self._split_fits(stretch)]
 
     def _split_fits(self, stretch: Workload | None) -> list[FleetFit]:
         fits = self.fits(self.uniform(self.types))
+        self._bound(fits)
         if not self.simulator.request.mixed or not self.types or self.work.is_late:
             return fits
         if stretch is None:
             return _best_of_sizes(self.mixed(fits))
-        part = FleetSearch(self.simulator.on([stretch]))
+        part = FleetSearch(self.simulator.on([stretch]), dearest=self.dearest)
         finalists = _best_of_sizes(part.mixed(part.fits(part.uniform(part.types))))
         mixed = [fit.design for fit in finalists if len(fit.design) > 1]
         designs = list[Fleet]()
@@ -528,17 +551,49 @@ class FleetSearch:
         return [(group.of(self.limits.max_gpus // group.type.gpus),) for (group,) in designs]
 
     def fits(self, designs: Sequence[Fleet], earlier: Sequence[FleetFit] = ()) -> list[FleetFit]:
-        """The earlier fits and the fits of designs that meet the target at no higher cost, best first."""
+        """The earlier fits, and those of designs that may be wanted, best first.
+
+        A design of two buckets is wanted if it costs less than all fits or, where the cheapest fit does not serve all
+        requests, no more.
+        """
         fits = list(earlier)
         for design in self.work.in_time(designs, lambda: bool(fits)):
-            self._simulated.add(design)
-            at_most = math.inf
-            if len(design) > 1:
-                at_most = min((fit.cost for fit in fits), default=math.inf)
+            at_most = self._most_cost(design)
+            if len(design) > 1 and fits:
+                cheapest = min(fits, key=lambda fit: (fit.cost, fit.never_served))
+                cost = cheapest.cost
+                if not cheapest.never_served:
+                    cost *= 1 - _SAME_COST
+                at_most = min(at_most, cost)
             fit = self.fit(design, at_most=at_most)
             if fit is not None:
                 fits.append(fit)
+            if fit is not None or at_most == math.inf:
+                self._simulated.add(design)
         return sorted(fits, key=lambda fit: (fit.cost, fit.never_served, fit.late, len(fit.design), fit.sizes))
+
+    def _most_cost(self, design: Fleet) -> float:
+        """The most that the groups of a design may cost, so that its fleet may be wanted."""
+        most = min(self.dearest * self._least * (1 + _SAME_COST), self.below * (1 - _SAME_COST))
+        if not design[0].type.colocated:
+            most -= self._least_decoding
+        return most
+
+    def _bound(self, fits: Sequence[FleetFit]) -> None:
+        """Simulate the fleet of the best fit, whose cost bounds that of the fleets that follow."""
+        if fits and not self.work.is_late:
+            self._answer(fits[0].fleet)
+
+    def _answer(self, fleet: Fleet) -> FleetAnswer:
+        """The answer of a fleet, with more groups if the interval must meet the target."""
+        if fleet not in self._answers:
+            answer = self.simulator.answer(fleet)
+            if self.simulator.request.sure:
+                answer = self.more_groups(answer)
+            self._answers[fleet] = answer
+            if answer.meets and answer.no_decode is None:
+                self._least = min(self._least, self.cost(answer))
+        return self._answers[fleet]
 
     def mixed(self, earlier: Sequence[FleetFit]) -> list[FleetFit]:
         """The earlier fits, and fits of designs with two buckets: first all cuts are tried, then cuts near the best."""
@@ -577,26 +632,16 @@ class FleetSearch:
             return 0
         return fewest_groups(lambda replicas: bucket.late(replicas) <= allowed, math.ceil(bucket.load), most)
 
-    def answers(self, fits: Sequence[FleetFit], dearest: float) -> list[FleetAnswer]:
-        """The fleets of the fits that meet the target, best first: those with a fleet that decodes, by total cost.
-
-        dearest: fits whose groups alone cost more than this multiple of the best answer are left out.
-        """
+    def answers(self, fits: Sequence[FleetFit]) -> list[FleetAnswer]:
+        """The fleets of the fits that meet the target, best first: those with a fleet that decodes, by total cost."""
         answers = list[FleetAnswer]()
-        least = math.inf
         in_order = sorted(fits, key=lambda fit: fit.cost)
         for fit in self.work.in_time(in_order, lambda: any(answer.meets for answer in answers)):
-            if fit.cost > dearest * least:
-                continue
-            answer = self.simulator.answer(fit.fleet)
-            if self.simulator.request.sure:
-                answer = self.more_groups(answer)
-            answers.append(answer)
-            if answer.meets and answer.no_decode is None:
-                least = min(least, self._objective(answer))
+            if fit.cost <= self._most_cost(fit.fleet):
+                answers.append(self._answer(fit.fleet))
         return self.in_order(answers)
 
-    def _objective(self, answer: FleetAnswer) -> float:
+    def cost(self, answer: FleetAnswer) -> float:
         """Cost of the whole fleet: its GPUs or its price per hour."""
         if self.limits.by_cost:
             return answer.total_cost_per_hour or 0.0
@@ -606,7 +651,7 @@ class FleetSearch:
         """Those of the fleets that meet the target, best first."""
 
         def key(answer: FleetAnswer) -> tuple[bool, float, int, float]:
-            return answer.no_decode is not None, self._objective(answer), answer.unserved, answer.target_ttft_s
+            return answer.no_decode is not None, self.cost(answer), answer.unserved, answer.target_ttft_s
 
         return sorted((answer for answer in answers if answer.meets), key=key)
 

@@ -75,7 +75,7 @@ COMMANDS: tuple[tuple[tuple[str, ...], Options, Options, tuple[str, ...]], ...] 
             "--replications": ("1", "2"),
         },
         _MACHINE
-        | {"--percentile": ("50", "99", "100"), "--group-sizes": ("1", "1,2"), "--order": ("first-come",)}
+        | {"--percentile": ("50", "99", "100"), "--group-sizes": ("1", "1,2")}
         | {"--rate-scale": ("2", "0.5"), "--max-num-batched-tokens": ("4k",)}
         | {"--tpot": ("30ms",)}
         | {"--price-per-gpu-hour": ("2", "1=2,2=3"), "--objective": ("cost", "gpus"), "--seed": ("3",)},

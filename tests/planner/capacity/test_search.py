@@ -6,10 +6,11 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvrsim.builder import make_scenario
-from planner.capacity.fleet import Fleet, FleetLimits, GpuGroup, GroupType
+from planner.capacity.fleet import Fleet, FleetLimits, GpuGroup, GroupPool, GroupType, run_pool
 from planner.capacity.request import CapacityRequest, Target
 from planner.capacity.search import FleetFit, FleetSearch, FleetSimulator
 from planner.capacity.times import ServiceTimes, StrategyPolicy, service_times
@@ -101,8 +102,43 @@ def test_prices_decide_where_they_differ(workload: Workload, times: ServiceTimes
     assert best.cost == limits.cost_per_hour(best.fleet)
 
 
-def test_a_fleet_of_two_buckets_is_late_as_often_as_its_buckets(workload: Workload, times: ServiceTimes) -> None:
+@pytest.mark.parametrize("replicas", [2, 6, 8])
+def test_a_fleet_of_two_buckets_is_late_as_often_as_its_buckets(
+    workload: Workload, times: ServiceTimes, replicas: int
+) -> None:
+    """Above the number that may be late, a simulation may end early."""
     simulated = simulator([workload, workload], times, 1.0)
     design = (bucket(1, 1, 1500), bucket(1, 1501, 8192))
-    late = sum(int((run.ttft_s > 1.0).sum()) for run in simulated.runs(tuple(group.of(4) for group in design)))
-    assert late == sum(one.late(4) for one in simulated.buckets(design))
+    runs = simulated.runs(tuple(group.of(replicas) for group in design))
+    late = sum(int((run.ttft_s > 1.0).sum()) for run in runs)
+    in_buckets = sum(pool.late(replicas) for pool in simulated.buckets(design))
+    assert (late <= simulated.allowed) == (in_buckets <= simulated.allowed)
+    if late <= simulated.allowed:
+        assert in_buckets == late
+
+
+def test_an_early_end_changes_no_request_before_it(workload: Workload, times: ServiceTimes) -> None:
+    simulated = simulator([workload], times, 1.0)
+    for group in (GroupType(1), GroupType(4)):
+        service = times.service(group, workload)
+        pool = GroupPool(arrival_s=workload.arrival_s, service=service, replicas=2)
+        limit = replace(simulated.limit, allowed=40)
+        whole = run_pool(pool)
+        early = run_pool(pool, limit)
+        served = np.isfinite(early.end_s)
+        assert (early.end_s[served] == whole.end_s[served]).all()
+        assert (early.end_s[served] - workload.arrival_s[served] > limit.ttft_s).sum() <= limit.allowed + 1
+        late = int((whole.end_s - workload.arrival_s > limit.ttft_s).sum())
+        assert served.all() == (late <= limit.allowed)
+
+
+def test_what_costs_more_than_is_wanted_is_left_out(workload: Workload, times: ServiceTimes) -> None:
+    simulated = simulator([workload], times, 1.0)
+    found = FleetSearch(simulated)
+    best = found.answers(found.all_fits())[0]
+    only_best = FleetSearch(simulated, dearest=1.0)
+    again = only_best.answers(only_best.all_fits())
+    assert again[0].fleet == best.fleet
+    assert all(only_best.cost(answer) == only_best.cost(best) for answer in again)
+    cheaper = FleetSearch(simulated, below=found.cost(best))
+    assert not cheaper.answers(cheaper.all_fits())
