@@ -107,15 +107,16 @@ def products_of(model: ModelSpec) -> list[Product]:
 def any_mixed_model(rng: Draws, *, layers: tuple[int, int] = (1, 4), divisible: bool = False) -> ModelSpec:
     """A random model whose layers differ: full, windowed or chunked attention, latents, states, or only an MLP."""
     model = any_model(rng, layers=layers, divisible=divisible)
-    own = [rng.choice([layer, *_others(rng, model, layer)]) for layer in model.layers]
+    least_heads = 4 if divisible else 2
+    own = [rng.choice([layer, *_others(rng, model, layer, least_heads)]) for layer in model.layers]
     if all(layer.mixer is None for layer in own):
         own[0] = model.layers[0]
     return replace(model, layers=tuple(own))
 
 
-def _others(rng: Draws, model: ModelSpec, layer: LayerSpec) -> list[LayerSpec]:
+def _others(rng: Draws, model: ModelSpec, layer: LayerSpec, least_heads: int) -> list[LayerSpec]:
     """The layer with other mixers, without a mixer, and without an MLP."""
-    hidden, heads = model.hidden_size, 2 * rng.choice([1, 2, 4])
+    hidden, heads = model.hidden_size, least_heads * rng.choice([1, 2, 4])
     nope, rope, width, rank = rng.choice([16, 128]), rng.choice([8, 64]), rng.choice([16, 128]), rng.choice([32, 512])
     latent = LatentAttention(
         projections=(
