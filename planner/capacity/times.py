@@ -329,13 +329,23 @@ class Prefills:
         return chunks[best], finish_s[best]
 
     def slack_s(self, chunks: Array, finish_s: Array, cached_prefix: int) -> Array:
-        """Seconds by which each rank alone could begin later; 0 on a shared bus, where the slack is unknown."""
+        """Seconds by which each rank alone could begin later; 0 on a shared bus, where the slack is unknown.
+
+        The slack over the TTFT is simulated at the clock frequency of the longest prompt unless each has its own.
+        """
         slack_s = np.zeros_like(finish_s)
-        for rows in self._same_clock(chunks.sum(axis=1)):
-            execution = self.at(cached_prefix, int(chunks[rows[-1]].sum()))
-            late_s = self._host_s(chunks[rows], execution.placed)
+        if self.shared:  # no program needs to be simulated
+            return slack_s
+        tokens = chunks.sum(axis=1)
+        classes: Iterable[Lengths] = [np.argsort(tokens, kind="stable")]
+        if self.exact:
+            classes = self._same_clock(tokens)
+        for rows in classes:
+            execution = self.at(cached_prefix, int(tokens[rows[-1]]))
             program = build_program(execution, columns(chunks[rows]))
-            slack_s[rows] = slack_of(program, execution.cluster, finish_s[rows] - late_s)
+            ends_s = run.run_program(program, execution.cluster).T
+            share = slack_of(program, execution.cluster, ends_s) / ends_s[:, -1:]
+            slack_s[rows] = share * finish_s[rows, -1:]
         return slack_s
 
     def pieces(self, lengths: Lengths, cached_prefix: int) -> Lengths:
