@@ -428,14 +428,12 @@ def format_time(seconds: float) -> str:
 def figure(plan: CapacityPlan) -> Figure:
     """The fleets that no cheaper one beats: the requested percentile of TTFT over cost or GPUs, prefill and decoding.
 
-    Fleets whose upper end of the interval misses the target are marked if it must meet the target.
+    Fleets whose interval ends above the target are marked as not safe.
     """
     front = plan.pareto()
     fleet = plan.first
     priced = fleet.total_cost_per_hour is not None
-    unsafe: list[FleetAnswer] = []
-    if plan.request.sure:
-        unsafe = [tried for tried in plan.tried if not tried.is_safe]
+    unsafe = [tried for tried in plan.tried if tried.is_safe is False]
     head = _head(plan)
     with chart_style():
         panes = drawing(_WIDTH, _HEIGHT + head.height)

@@ -162,6 +162,8 @@ class Sizing:
         if only_best:
             return practice
         cost = practice.search.cost(practice.feasible[0])
+        if cost <= practice.search.least_split_cost:  # other strategies only prefill
+            return practice
         theory = self._search(request, workloads, times, dearest=1.0, below=cost, earlier=practice)
         if not theory.feasible or theory.search.cost(theory.feasible[0]) >= cost:
             return practice
@@ -256,7 +258,7 @@ def _report(outcome: FleetOutcome, warnings: Sequence[str]) -> CapacityPlan:
     if fleets:
         best = fleets[0]
         runs = best.runs or tuple(simulator.runs(best.fleet))
-        fleets[0] = replace(best, interval=best.interval or simulator.interval(best.fleet, runs), runs=runs)
+        fleets[0] = search.with_safety(replace(best, runs=runs))
         if fleets[0].interval is not None:
             prefill = simulator.prefill_at_percentile(best.fleet, runs)
             interval_notes = tuple(layout_notes(prefill.execution))

@@ -79,7 +79,7 @@ def replications_interval(ttft_s: Sequence[Array], percentile: float) -> Ends:
     return max(0.0, min(mean_s - half_s, value_s)), max(mean_s + half_s, value_s)
 
 
-_NOT_WRITTEN = ("ttft_s", "fleet", "runs")  # fields of FleetAnswer that its JSON leaves out
+_NOT_WRITTEN = ("ttft_s", "fleet", "runs", "is_safe")  # fields of FleetAnswer that its JSON leaves out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +164,7 @@ class FleetAnswer:
     decode: DecodeFleet | None = None  # fleet that decodes; None: not requested, or there is none
     no_decode: str | None = None  # why no fleet decodes for this one; None: a fleet does, or is not requested
     interval: FleetInterval | None = None  # None: not simulated; only the answer has an interval
+    is_safe: bool | None = None  # whether the upper end of its interval meets the target; None: unknown
     size_interval: SizeInterval | None = None  # None: not simulated; only the answer has one
     withstands: float | None = None  # multiple of the requests that the same fleet serves in time; None: not simulated
     ttft_s: Mapping[float, float] = field(default_factory=dict, repr=False, compare=False)  # TTFT by percentile
@@ -174,13 +175,6 @@ class FleetAnswer:
     def served_share(self) -> float:
         """Share of the requests that the fleet ever serves."""
         return 1 - self.unserved / self.requests
-
-    @property
-    def is_safe(self) -> bool | None:
-        """Whether the upper end of the interval meets the target; None: unknown."""
-        if self.interval is None:
-            return None
-        return self.interval.safe
 
     @property
     def working_gpus(self) -> int:

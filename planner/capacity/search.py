@@ -262,9 +262,11 @@ class FleetSimulator:
             largest = max(largest, decode.gpus_per_group)
         idle = limits.idle_gpus(working, largest)
         interval = None
+        is_safe = None
         if self.request.sure:
             interval = self.interval(fleet, runs)
-            meets = meets and interval is not None and interval.safe
+            is_safe = interval is not None and interval.safe
+            meets = meets and is_safe
         utilisation = 0.0
         goodput_per_s = 0.0
         if horizon_s:
@@ -303,6 +305,7 @@ class FleetSimulator:
             decode=decode,
             no_decode=no_decode,
             interval=interval,
+            is_safe=is_safe,
             ttft_s=by_percentile,
             fleet=fleet,
             runs=tuple(runs),
@@ -579,6 +582,11 @@ class FleetSearch:
             most -= self._least_decoding
         return most
 
+    @property
+    def least_split_cost(self) -> float:
+        """The cost of one of the smallest groups that only prefill, and of one that decodes if any does."""
+        return min(map(self.limits.cost, self.limits.sizes)) + self._least_decoding
+
     def _bound(self, fits: Sequence[FleetFit]) -> None:
         """Simulate the fleet of the best fit, whose cost bounds that of the fleets that follow."""
         if fits and not self.work.is_late:
@@ -672,6 +680,24 @@ class FleetSearch:
                 break
         return answer
 
+    def with_safety(self, answer: FleetAnswer) -> FleetAnswer:
+        """A simulated fleet with its interval, and whether it is safe."""
+        interval = answer.interval or self.simulator.interval(answer.fleet, answer.runs)
+        return replace(answer, interval=interval, is_safe=interval is not None and interval.safe)
+
+    def _with_mark(self, answer: FleetAnswer, safe: Iterable[FleetAnswer]) -> FleetAnswer:
+        """A simulated fleet with whether it is safe; safe: fleets that are.
+
+        A fleet that misses the target is not safe, and one with more groups of the same design than a safe one is.
+        """
+        if answer.is_safe is not None:
+            return answer
+        if answer.target_ttft_s > self.simulator.target.slo_s:
+            return replace(answer, is_safe=False)
+        if any(_has_all_groups(answer.fleet, smaller.fleet) for smaller in safe):
+            return replace(answer, is_safe=True)
+        return self.with_safety(answer)
+
     def around(self, fits: Sequence[FleetFit], answers: Sequence[FleetAnswer]) -> tuple[FleetAnswer, ...]:
         """Fleets of the best designs, with fewer and more groups; without designs, fractions of the largest fleets.
 
@@ -691,9 +717,13 @@ class FleetSearch:
             if scaled not in fleets and gpus_of(scaled) <= self.limits.max_gpus:
                 fleets.append(scaled)
         by_fleet = {answer.fleet: answer for answer in answers}
-        missing = [fleet for fleet in fleets if fleet not in by_fleet]
-        for fleet in self.work.in_time(missing, lambda: True):
-            by_fleet[fleet] = replace(self.simulator.answer(fleet), runs=())
+        safe = [answer for answer in answers if answer.is_safe]
+        for fleet in self.work.in_time(sorted(fleets, key=gpus_of), lambda: True):
+            answer = by_fleet.get(fleet) or self.simulator.answer(fleet)
+            answer = replace(self._with_mark(answer, safe), runs=())
+            if answer.is_safe:
+                safe.append(answer)
+            by_fleet[fleet] = answer
         simulated = [by_fleet[fleet] for fleet in fleets if fleet in by_fleet]
         around = [answer for answer in simulated if answer.no_decode is None]
         return tuple(around or answers)
@@ -841,6 +871,13 @@ def tpot_of(runs: Sequence[FleetRun]) -> Array | None:
     if not parts or not sum(map(len, parts)):
         return None
     return np.concatenate(parts)
+
+
+def _has_all_groups(fleet: Fleet, smaller: Fleet) -> bool:
+    """Whether a fleet has all groups of another one of the same design."""
+    if [group.of(1) for group in fleet] != [group.of(1) for group in smaller]:
+        return False
+    return all(group.replicas >= fewer.replicas for group, fewer in zip(fleet, smaller, strict=True))
 
 
 def _high_s(answer: FleetAnswer) -> float:

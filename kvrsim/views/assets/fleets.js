@@ -26,6 +26,8 @@ kv.ready((data) => {
   }
   // With --sure, a fleet whose interval ends above the target of the question is not safe, and is no answer to it.
   const counts = (one) => !data.sure || one.safe || state.percentile !== data.percentile || state.target > data.slo_s * 1.001;
+  // Whether the interval of the asked percentile is known to end above the target of the question.
+  const isUnsafe = (one) => one.safe === false && state.percentile === data.percentile;
   const cheapest = () => known().filter((one) => counts(one) && at(one.ttft_s) <= state.target)
     .sort((a, b) => cost(a) - cost(b) || at(a.ttft_s) - at(b.ttft_s))[0] ?? null;
   const fastest = () => known().filter((one) => cost(one) <= state.budget * (1 + 1e-9))
@@ -94,10 +96,10 @@ kv.ready((data) => {
       return here ? at(here.ttft_s) : null;
     };
     const line = { name: priced() ? "the fastest at this price" : "the fastest with so many GPUs", colour: "--accent", step: true, points: false, values: shown.map((one) => held(one)) };
-    const unsafe = { name: "not safe: the interval ends above the target", colour: "--dim", line: false, size: 7, values: shown.map((one) => (data.sure && !one.safe && at(one.ttft_s) <= most ? at(one.ttft_s) : null)) };
-    const dots = { name: "fleets simulated", colour: "--ink", line: false, size: 7, values: shown.map((one) => (at(one.ttft_s) > most || (data.sure && !one.safe) ? null : at(one.ttft_s))) };
+    const unsafe = { name: "not safe: the interval ends above the target", colour: "--dim", line: false, size: 7, values: shown.map((one) => (isUnsafe(one) && at(one.ttft_s) <= most ? at(one.ttft_s) : null)) };
+    const dots = { name: "fleets simulated", colour: "--ink", line: false, size: 7, values: shown.map((one) => (at(one.ttft_s) > most || isUnsafe(one) ? null : at(one.ttft_s))) };
     // A place of no fleet at each end, so that all percentiles have one axis.
-    const drawn = data.sure ? [line, dots, unsafe] : [line, dots];
+    const drawn = [line, dots, unsafe];
     for (const one of drawn) one.values = [null, ...one.values, null];
     return [[prices[0] / 1.2, ...shown.map(cost), prices[prices.length - 1] * 1.2], drawn];
   }

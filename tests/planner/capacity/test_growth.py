@@ -13,6 +13,8 @@ import kvrsim
 from kvrsim.cli import main as cli
 from kvrsim.views.capacity import page_data, size_and_price, verdict
 from planner.capacity.result import CapacityPlan, format_share
+from planner.capacity.search import FleetSimulator
+from planner.capacity.times import StrategyPolicy, service_times
 
 SYNTHETIC = "synthetic:bursty,rate=6,requests=300,context=lognormal:1k:0.8,max=6k,output=lognormal:200:0.5"
 DIURNAL = "synthetic:diurnal,rate=5,requests=300,period=60s,context=lognormal:2k:0.6,max=6k,output=200"
@@ -133,15 +135,38 @@ def test_all_forms_have_one_price(priced: CapacityPlan) -> None:
     assert priced.to_frame()["total_cost_per_hour"][0] == pytest.approx(cost)
 
 
+def test_the_picture_marks_every_fleet_that_is_not_safe(priced: CapacityPlan) -> None:
+    """Without `sure`, too: each mark is that of the fleet's own interval, also where it follows from another fleet."""
+    answer = priced.answer
+    assert answer is not None
+    assert answer.interval is not None
+    assert answer.is_safe is answer.interval.safe
+    assert len({fleet.is_safe for fleet in priced.tried}) == 2
+    workloads = priced.request.workloads()
+    scenario = priced.scenario
+    policy = StrategyPolicy(names=tuple(ON["strategies"]))
+    simulator = FleetSimulator(priced.request, workloads, service_times(scenario, workloads, policy))
+    for fleet in priced.tried:
+        interval = simulator.interval(fleet.fleet, simulator.runs(fleet.fleet))
+        assert fleet.is_safe is (interval is not None and interval.safe), fleet.describe()
+    assert marked_costs(priced) == sorted(one.total_cost_per_hour for one in priced.tried if not one.is_safe)
+    safe = {one["cost"] for one in page_data(priced)["tried"] if one["safe"]}
+    assert safe == {one.total_cost_per_hour for one in priced.tried if one.is_safe}
+
+
+def marked_costs(plan: CapacityPlan) -> list[float]:
+    """The places of the fleets that the picture marks as not safe, in order."""
+    lines = plan.plot().axes[0].get_lines()
+    (marks,) = (line for line in lines if str(line.get_label()).startswith("not safe"))
+    return sorted(marks.get_xdata())
+
+
 def test_no_drawn_fleet_that_is_safe_is_cheaper_than_the_sure_answer() -> None:
     plan = kvrsim.capacity(**(ON | {"slo_ttft": "3s"}), **SMALL, requests=SYNTHETIC, tpot="20ms", sure=True)
     assert plan.answer is not None
     assert plan.answer.is_safe
     assert all(one.is_safe is (one.interval is not None and one.interval.safe) for one in plan.tried)
     assert min(one.total_gpus for one in plan.tried if one.is_safe) == plan.answer.total_gpus
-    unsafe = [one for one in plan.tried if not one.is_safe]
-    marked = [line for line in plan.plot().axes[0].get_lines() if str(line.get_label()).startswith("not safe")]
-    assert sum(len(line.get_xdata()) for line in marked) == len(unsafe)
 
 
 def test_the_reason_why_there_is_no_answer_is_the_first_line(capsys: pytest.CaptureFixture[str]) -> None:
