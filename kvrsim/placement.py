@@ -242,6 +242,7 @@ class PlacedScenario(Scenario):
             group=self.group,
             message_share=self.message_share,
             message_copies=self.message_copies,
+            message_bytes_per_s=self.message_bytes_per_s,
             hbm_bytes_per_s=self.cluster.gpu.hbm_bytes_per_s,
             placement=self.expert_placement,
             prefix=self.prefix_access_plan,

@@ -254,12 +254,11 @@ class Scenario(Source):
         return layout_on(Degrees(context=None, experts="ep"), self.cluster.num_gpus, is_mixture=True)
 
     def with_own_links(self, bandwidth_bytes_per_s: float, latency_s: float | None = None) -> Self:
-        """Return the scenario with a path of this bandwidth between every pair; `sends_overlap` is unchanged."""
+        """Return the scenario with a path of this bandwidth between every pair; `sends` is unchanged."""
         links = replace(self.cluster, topology="switch").with_link(bandwidth_bytes_per_s, latency_s)
         if self.profile is None:
             return replace(self, cluster=links)
-        sends: SendStyle = "overlap" if self.sends_overlap else "rendezvous"
-        profile = replace(self.profile, links=replace(self.profile.links, sends=sends))
+        profile = replace(self.profile, links=replace(self.profile.links, sends=self.sends))
         return replace(self, cluster=links, profile=profile)
 
     @property
@@ -297,12 +296,18 @@ class Scenario(Source):
         return self.profile is not None and self.cluster.link.profile == self.profile.name
 
     @property
-    def sends_overlap(self) -> bool:
-        """Whether messages overlap with computation."""
+    def sends(self) -> SendStyle:
+        """What messages do to the computation of their ranks; without a profile nothing."""
         if self.profile is None:
-            return True
-        links = self.profile.links
-        return (links.sends_over_bus if self.cluster.topology == "bus" else links.sends) == "overlap"
+            return "overlap"
+        if self.cluster.topology == "bus":
+            return self.profile.links.sends_over_bus
+        return self.profile.links.sends
+
+    @property
+    def sends_overlap(self) -> bool:
+        """Whether a rank goes on to its next operation while its messages are in flight."""
+        return self.sends != "rendezvous"
 
     @property
     def pending_share(self) -> float:
@@ -315,6 +320,13 @@ class Scenario(Source):
         if self.profile is None or not self.sends_overlap:
             return 0.0
         return self.profile.links.message_copies
+
+    @property
+    def message_bytes_per_s(self) -> float:
+        """Bandwidth of messages that hold their sender until they have left; infinite where none do."""
+        if self.sends == "sender":
+            return self.cluster.link.bandwidth_bytes_per_s
+        return math.inf
 
     @property
     def message_share(self) -> float:

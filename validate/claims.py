@@ -27,12 +27,7 @@ from validate.published.compare import BANDWIDTH
 from validate.report import RESULTS, fill, table, write_page
 
 CANCELLED = 1.02  # a smaller speed-up counts as no benefit
-# Networks of the rows on slow links: topology, and the strategy that stands for "KVR" at 10 and at 1 GB/s.
-NETWORKS = {
-    "bus, even chunks at 10 GB/s": ("bus", {"10GB/s": "kvr-e", "1GB/s": "kvr-s"}),
-    "bus, searched chunks": ("bus", {"10GB/s": "kvr-s", "1GB/s": "kvr-s"}),
-    "switch, searched chunks": ("switch", {"10GB/s": "kvr-s", "1GB/s": "kvr-s"}),
-}
+NETWORKS = ("bus", "switch")  # topologies of the rows on slow links, whose chunks are searched
 
 Cases = Iterator[tuple[str, bool]]  # a case, and whether the prediction agrees with the paper
 
@@ -72,10 +67,9 @@ def case_of(model: str, num_gpus: int, context_len: int) -> str:
 @cache
 def slow_s(row: PublishedTtft, network: str) -> float:
     """Predicted TTFT of a row of slow links on one of NETWORKS, in seconds."""
-    topology, strategies = NETWORKS[network]
-    link = {"topology": topology, "link_bandwidth": BANDWIDTH[row.link], "link_latency": 10e-6}
+    link = {"topology": network, "link_bandwidth": BANDWIDTH[row.link], "link_latency": 10e-6}
     scenario, _ = make_scenario(ctx=row.context_len, gpus=row.num_gpus, model=row.model, profile=row.profile, **link)
-    return run_simulation(scenario, strategy=strategies[row.link]).ttft_s
+    return run_simulation(scenario, strategy="kvr-s").ttft_s
 
 
 class PaperClaims:

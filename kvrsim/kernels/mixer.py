@@ -37,9 +37,15 @@ class LayerSetting:
     group: Group | None = None  # GPUs of the rank, which split the model; None: one GPU
     message_share: float = 0.0  # share of the compute rate that is lost while a ring's message is in flight
     message_copies: float = 0.0  # copies of a message's K and V for whose time its sender computes nothing else
+    message_bytes_per_s: float = inf  # bandwidth of messages that hold their sender until they have left; inf: none do
     hbm_bytes_per_s: float = inf  # memory bandwidth by the GPU's datasheet
     placement: ExpertPlacement = ONE_GPU  # placement of routed experts
     prefix: PrefixAccessPlan = LOCAL_PREFIX  # how attention reaches the cached prefix
+
+    @property
+    def messages_cost_time(self) -> bool:
+        """Whether a message takes time from its sender's computation."""
+        return self.message_copies > 0 or self.message_bytes_per_s < inf
 
     @property
     def batch(self) -> int:
@@ -107,8 +113,13 @@ class MixerCost(ABC):
         return seconds
 
     def message_s(self, tokens: Array) -> Array:
-        """Seconds that a message with the cache of `tokens` tokens takes from its sender's computation."""
-        return self._copy_s(self.setting.message_copies * self.visible(tokens))
+        """Seconds that a message with the cache of `tokens` tokens takes from its sender's computation.
+
+        They are those of the copies, or those until the message has left if it holds its sender and this is longer.
+        """
+        copies_s = self._copy_s(self.setting.message_copies * self.visible(tokens))
+        left_s = self.needed_bytes(tokens) / self.setting.message_bytes_per_s
+        return np.asarray(np.maximum(copies_s, left_s))
 
     def visible(self, tokens: Array) -> Array:
         """Number of tokens that a query sees, of the `tokens` tokens before it."""

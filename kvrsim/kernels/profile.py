@@ -48,7 +48,9 @@ OPERATION_KINDS = (
     *("gemm", "attention", "latent", "sparse", "experts", "recurrence", "elementwise"),
     *("send_recv", "all_gather", "all_reduce", "host"),
 )
-SendStyle = Literal["overlap", "rendezvous"]
+# What a message does to computation. rendezvous: send and receive occupy the compute streams of both ranks; sender: the
+# sender computes nothing until the message has left; overlap: neither.
+SendStyle = Literal["overlap", "sender", "rendezvous"]
 _RISING = Check("[smallest, largest], two numbers", lambda span: span[0] <= span[1])
 TokenSpan = Annotated[tuple[int, int], _RISING]
 SizeSpan = Annotated[tuple[NonNegative, NonNegative], _RISING]
@@ -161,7 +163,7 @@ class LinkRates:
     short_bytes_per_s: float | None  # rate for short messages, see LinkSpec; None: as for long ones
     gather: GatherRates | None  # rates of ring all-gathers; None: each step is priced as a message
     all_reduce: AllReduceRates | None = None  # rates inside one node; None: not measured, priced as two all-gathers
-    sends: SendStyle  # "rendezvous": send and receive occupy both ranks' compute streams; "overlap": neither
+    sends: SendStyle  # what messages of KV-Runahead do to the computation of their ranks
     sends_over_bus: SendStyle  # value of `sends` where transfers are staged through the host
     pending_share: PendingShare = 0.0  # share of a rank's rate lost while a receive waits; 0 if not measured
     message_sms: Whole = 0  # multiprocessors that send and receive hold while messages are in flight

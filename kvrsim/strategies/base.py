@@ -260,7 +260,7 @@ class Step:
 
         tokens: number of tokens whose K and V are sent; None: all tokens up to the chunk's end that the receiver lacks.
         """
-        if not self.costs.setting.message_copies:
+        if not self.costs.setting.messages_cost_time:
             return
         if tokens is None:
             tokens = self.starts[rank] + self.chunks[rank] - self.costs.setting.cached_prefix

@@ -24,7 +24,7 @@ def any_profile(
 ) -> CalibrationProfile:
     """A profile with random rates; 20 % of operations have known errors. shapes: products with measured times."""
     host = rng.random() < 0.5 if host is None else host
-    style: SendStyle = sends or rng.choice(["overlap", "rendezvous"])
+    style: SendStyle = sends or rng.choice(["overlap", "sender", "rendezvous"])
     link = any_link(rng)
     return CalibrationProfile(
         name="random",

@@ -19,21 +19,21 @@ from validate.report import fill, summary, table
 DATA = Path(__file__).parents[1] / "data"
 MOST_MAPE = 0.05  # largest mean error of the rows used for calibration; a larger error is a regression
 BANDWIDTH = {"10GB/s": 10e9, "1GB/s": 1e9}  # bytes/s by link; rows at these links have GPU-direct off
-_CHUNKS = {"10GB/s": "kvr-e", "1GB/s": "kvr-s"}  # strategy that is simulated for "kvr", by link
 
 
 def scenario_of(row: PublishedTtft) -> tuple[Scenario, str]:
     """The scenario and the strategy with which a row is simulated.
 
-    In rows at 10 and 1 GB/s GPU-direct is off, and every transfer crosses the host: one bus that all flows share. "kvr"
-    rows are simulated with even chunks at 10 GB/s, and with searched chunks at 1 GB/s, where transfers of even chunks
-    alone would last longer than the printed TTFTs. See docs/results/studies.md.
+    In rows at 10 and 1 GB/s GPU-direct is off, and every transfer crosses the host: one bus that all flows share, on
+    which a message holds its sender. "kvr" rows are simulated with searched chunks. See docs/results/figures.md.
     """
     link: dict[str, Any] = {}
     if row.link in BANDWIDTH:
         link = {"topology": "bus", "link_bandwidth": BANDWIDTH[row.link], "link_latency": 10e-6}
     scenario, _ = make_scenario(ctx=row.context_len, gpus=row.num_gpus, model=row.model, profile=row.profile, **link)
-    return scenario, _CHUNKS[row.link] if row.strategy == "kvr" else row.strategy
+    if row.strategy == "kvr":
+        return scenario, "kvr-s"
+    return scenario, row.strategy
 
 
 def check_row(row: PublishedTtft) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def profile_of(log_constants: Array, residual: Residual | None) -> CalibrationPr
             repeats_rotary=True,
         ),
         host=HostRates(layer_s=layer_s, kernel_s=kernel_s, gather_piece_s=piece_s, resume_s=resume_s),
-        links=replace(measured.links, sends="overlap", sends_over_bus="overlap", message_copies=message_copies),
+        links=replace(measured.links, sends="overlap", sends_over_bus="sender", message_copies=message_copies),
         valid=read(ValidRange, _ABOUT.child("valid")),
         operations={kind: measured.operations[kind] for kind in ("gemm", "send_recv", "all_gather")},
         residual=residual,

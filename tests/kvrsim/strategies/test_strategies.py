@@ -196,10 +196,14 @@ def test_what_messages_take_from_their_sender(name: str) -> None:
     copying = replace(scenario, profile=replace(scenario.profile, links=links))
     free = replace(scenario, profile=replace(scenario.profile, links=replace(links, message_copies=0.0)))
     stopping = replace(copying, profile=replace(scenario.profile, links=replace(links, sends="rendezvous")))
-    busy_s = [computes_s(program_of(one, name, chunks)) for one in (copying, free, stopping)]
+    slow = scenario.with_own_links(1e9)
+    holding = replace(slow, profile=replace(scenario.profile, links=replace(links, sends="sender")))
+    busy_s = [computes_s(program_of(one, name, chunks)) for one in (copying, free, stopping, holding)]
     sent = {"kvr-s": (500, 800, 0), "kvr-direct": (1000, 300, 0)}[name]
     for rank, tokens in enumerate(sent):
         nbytes = tokens * scenario.model.layer_cache_bytes(1, 2)
         expected = scenario.model.num_hidden_layers * 3.0 * 2 * nbytes / rate
         assert busy_s[0][rank] - busy_s[1][rank] == pytest.approx(expected, rel=1e-4, abs=1e-9)
         assert busy_s[2][rank] == pytest.approx(busy_s[1][rank]), "messages that stop computation take their own time"
+        leaves_s = scenario.model.num_hidden_layers * nbytes / 1e9  # longer than the copies
+        assert busy_s[3][rank] - busy_s[1][rank] == pytest.approx(leaves_s, rel=1e-4, abs=1e-9)
