@@ -229,17 +229,11 @@ class OlderBuilds:
     """How builds before a version launch kernels."""
 
     before: str  # the first version that launches as the record says
-    launch: float  # seconds of their launches and collectives divided by those of the record
     hidden_share: Share  # see HostRates
 
     def host(self, host: HostRates) -> HostRates:
         """The host seconds of these builds; `host`: those of the record."""
-        return replace(
-            host,
-            launch_s=self.launch * host.launch_s,
-            collective_s=self.launch * host.collective_s,
-            hidden_share=self.hidden_share,
-        )
+        return replace(host, hidden_share=self.hidden_share)
 
 
 NO_HOST = HostRates(layer_s=0.0, gather_piece_s=0.0, resume_s=0.0)

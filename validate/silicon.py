@@ -118,7 +118,6 @@ def page(settings: Settings, predictors: dict[str, Array], other: OtherRows) -> 
         gains=gain_table(settings, training),
         builds=" and ".join(f"`{name}` {version}" for name, version in NEW_BUILDS.items()),
         num_new=int(is_new_build(training).sum()),
-        build_factor=" and ".join(f"{factor:.2f}" for factor in build_factors()),
         count=len(settings),
         others=other_lines([OtherPrefill.of(prefill) for prefill in other.prefills]),
         intervals=interval_table(rule_fit),
@@ -130,16 +129,10 @@ def page(settings: Settings, predictors: dict[str, Array], other: OtherRows) -> 
     )
 
 
-def build_factors() -> list[float]:
-    """Seconds of a launch of the newest builds divided by those of older ones, for each engine of NEW_BUILDS."""
-    older = [load_engine(name).older for name in NEW_BUILDS]
-    return [1 / builds.launch for builds in older if builds is not None]
-
-
 def gain_table(settings: Settings, training: Settings) -> list[str]:
     """Table of errors with each term of the fit left away; training: with the prefills of the newest builds."""
     nothing = Form(
-        mixtures=False, shrinks_types=False, systems=False, builds=False, hidden_share=0.0, new_hidden_share=0.0
+        mixtures=False, shrinks_types=False, systems=False, hidden_share=0.0, new_hidden_share=0.0
     )
     forms = {
         "all terms": (FORM, training),
@@ -148,8 +141,6 @@ def gain_table(settings: Settings, training: Settings) -> list[str]:
         "no factor on launches per GPU": (replace(FORM, systems=False), training),
         "30 % of the shorter of launches and kernels hidden in all builds": (replace(FORM, hidden_share=0.3), training),
         "newest builds: no launches hidden under kernels": (replace(FORM, new_hidden_share=0.0), training),
-        "newest builds: no factor on launches": (replace(FORM, builds=False), training),
-        "newest builds: as others": (replace(FORM, builds=False, new_hidden_share=0.0), training),
         "none of these terms": (nothing, settings),
     }
     newest = training.where(is_new_build(training))

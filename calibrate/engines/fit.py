@@ -4,8 +4,8 @@ A prefill takes request_s + token_s × tokens + launch_s × (launches + collecti
 transfer_s if another server decodes. In the newest builds the shorter of launches and kernels is hidden. Each engine's
 constants are shrunk towards the common mean of all engines: the record `serving` has this mean. Launches of mixtures of
 experts have a factor. Then each model_type has a factor on the seconds of a launch, common to all engines, and one per
-engine; each GPU has one, because hosts differ by system; and the newest builds of an engine have one. Then each version
-has a factor on all seconds. All factors are shrunk towards 1.
+engine; each GPU has one, because hosts differ by system. Then each version has a factor on all seconds. All factors are
+shrunk towards 1.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ PRIOR = np.log([6e-3, 1.2e-6, 9e-6, 1.0])
 _PRIOR_SD = np.array([1.0, 1.0, 1.0, 0.03])
 _ENGINE_SD = np.array([0.3, 0.2, 0.6, 0.05])  # prior spread of an engine's terms around the mean
 _MIXTURE_SD = 1.0  # prior standard deviation of the log factor on launches of mixtures
-# Prior standard deviations of log factors on launches: of a model type on all engines, of a model type on an engine, of
-# a GPU's systems, and of an engine's newest builds.
+# Prior standard deviations of log factors on launches: of a model type on all engines, of a model type on an engine, and
+# of a GPU's systems.
 _TYPE_SD = 0.5
 _PAIR_SD = 0.3
 _SYSTEM_SD = 0.3
-_BUILD_SD = 0.5
 _VERSION_ROWS = 5.0  # prior rows that shrink a version's factor towards 1
 _NOISE = 0.25  # scale of log(predicted / measured); settings with larger errors have less weight
 # Prior of Engine.transfer_s: a handshake, 0.5 to 2.4 GB of K and V at 50 GB/s, and a step of the server that decodes.
@@ -56,7 +55,6 @@ class Form:
     mixtures: bool = True  # a factor on launches of mixtures
     shrinks_types: bool = True  # standard deviations of types' factors are _TYPE_SD and _PAIR_SD, not 1.5
     systems: bool = True  # a factor on launches by GPU
-    builds: bool = True  # a factor on launches of the newest builds
     hidden_share: float = 0.0  # share of the shorter of launches and kernels that is hidden
     new_hidden_share: float = 1.0  # the same of the newest builds
 
@@ -123,7 +121,6 @@ class EngineConstants:
     shared_types: dict[str, float] = field(default_factory=dict)  # factors on launch_s by model_type, of all engines
     model_types: dict[tuple[str, str], float] = field(default_factory=dict)  # by engine and model_type, in addition
     systems: dict[str, float] = field(default_factory=dict)  # factors on launches and collectives by GPU
-    builds: dict[str, float] = field(default_factory=dict)  # factors on the same of the newest builds, by engine
     versions: dict[tuple[str, str], float] = field(default_factory=dict)  # factors on all seconds
 
     def seconds(self, settings: Settings, rows: Flags) -> Array:
@@ -138,11 +135,10 @@ class EngineConstants:
         kinds = zip(frame.engine, frame.model_type, frame.kind, strict=True)
         types = np.array([self.type_factor(*kind) for kind in kinds], dtype=float)
         systems = np.array([self.systems.get(gpu, 0.0) for gpu in frame.gpu], dtype=float)
-        builds = np.array([self.builds.get(name, 0.0) for name in frame.engine], dtype=float)
         pairs = zip(frame.engine, frame.engine_version.astype(str), strict=True)
         factors = np.exp(np.array([self.versions.get(pair, 0.0) for pair in pairs], dtype=float))
         hidden = np.where(work.is_new, self.new_hidden_share, self.hidden_share)
-        whole_s = work.seconds(logs, self.transfer_s, types, systems + builds * work.is_new, hidden)
+        whole_s = work.seconds(logs, self.transfer_s, types, systems, hidden)
         return whole_s * factors, np.exp(logs[:, 3]) * work.kernels_s * factors
 
     def type_factor(self, engine: str, model_type: str, kind: str) -> float:
@@ -152,7 +148,7 @@ class EngineConstants:
 
 
 def fit(settings: Settings, rows: Flags, form: Form = FORM) -> EngineConstants:
-    """Fit constants to some of the settings; `rows` is a mask. The newest builds determine only their own factor."""
+    """Fit constants to some of the settings; `rows` is a mask. The newest builds determine only factors on launches."""
     constants = _fit_terms(settings, rows & ~is_new_build(settings), form)
     constants = _fit_factors(settings, rows, form, constants)
     weights = _weights(settings, rows)
@@ -203,7 +199,7 @@ def _fit_terms(settings: Settings, rows: Flags, form: Form) -> EngineConstants:
 
 
 def _fit_factors(settings: Settings, rows: Flags, form: Form, constants: EngineConstants) -> EngineConstants:
-    """Fit the factors on launches: of model types, GPUs and the newest builds."""
+    """Fit the factors on launches: of model types and of GPUs."""
     from scipy.optimize import least_squares
 
     work = _SettingWork.of(settings, rows)
@@ -214,30 +210,28 @@ def _fit_factors(settings: Settings, rows: Flags, form: Form, constants: EngineC
     of_kind = constants.mixtures * (frame.kind == "mixture").to_numpy()
     hidden = np.where(work.is_new, form.new_hidden_share, form.hidden_share)
     type_sds = (_TYPE_SD, _PAIR_SD) if form.shrinks_types else (1.5, 1.5)
-    new_builds = list(zip(frame.engine, work.is_new, strict=True))
     factors = [
         _Factors.of(frame.model_type.tolist(), type_sds[0]),
         _Factors.of(list(zip(frame.engine, frame.model_type, strict=True)), type_sds[1]),
         _Factors.of([gpu if form.systems else None for gpu in frame.gpu], _SYSTEM_SD),
-        _Factors.of([name if new and form.builds else None for name, new in new_builds], _BUILD_SD),
     ]
     ends = np.cumsum([len(one.keys) for one in factors])
     sds = np.concatenate([np.full(len(one.keys), one.log_sd) for one in factors])
 
     def errors(point: Array) -> Array:
-        of_type, of_pair, of_system, of_build = (
+        of_type, of_pair, of_system = (
             one.of_rows(part) for one, part in zip(factors, np.split(point, ends[:-1]), strict=True)
         )
         types = of_kind + of_type + of_pair
-        seconds = work.seconds(logs, constants.transfer_s, types, of_system + of_build, hidden)
+        seconds = work.seconds(logs, constants.transfer_s, types, of_system, hidden)
         return np.concatenate([weights * (np.log(seconds) - log_s) / _NOISE, point / sds])
 
     point = least_squares(errors, np.zeros(len(sds)), loss="soft_l1").x
-    types, pairs, systems, builds = (
+    types, pairs, systems = (
         dict(zip(one.keys, part.tolist(), strict=True))
         for one, part in zip(factors, np.split(point, ends[:-1]), strict=True)
     )
-    return replace(constants, shared_types=types, model_types=pairs, systems=systems, builds=builds)
+    return replace(constants, shared_types=types, model_types=pairs, systems=systems)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,16 +68,10 @@ def records(settings: Settings, training: Settings, rule: ErrorRule) -> list[Eng
 
 def _newest(record: Engine, constants: EngineConstants, versions: Iterable[str]) -> Engine:
     """The record of an engine's newest builds, with how older builds launch kernels; versions: newest ones measured."""
-    factor = float(np.exp(constants.builds.get(record.name, 0.0)))
-    if record.name not in constants.builds:
+    if record.name not in NEW_BUILDS:
         return record
-    older = OlderBuilds(before=NEW_BUILDS[record.name], launch=_round(1 / factor), hidden_share=constants.hidden_share)
-    host = replace(
-        record.host,
-        launch_s=_round(factor * record.host.launch_s),
-        collective_s=_round(factor * record.host.collective_s),
-        hidden_share=constants.new_hidden_share,
-    )
+    older = OlderBuilds(before=NEW_BUILDS[record.name], hidden_share=constants.hidden_share)
+    host = replace(record.host, hidden_share=constants.new_hidden_share)
     measured = dict.fromkeys(sorted(versions), 1.0)
     return replace(record, host=host, older=older, versions={**record.versions, **measured})
 
@@ -151,12 +145,10 @@ def shipped_seconds(settings: Settings) -> Array:
     every = np.ones(len(settings), dtype=bool)
     engines = {name: load_engine(name) for name in ENGINES}
     logs = {}
-    builds = {}
     for name, engine in engines.items():
         host = engine.host
         if engine.older is not None:
             host = engine.older.host(host)
-            builds[name] = -float(np.log(engine.older.launch))
         logs[name] = np.log([host.request_s, host.token_s, host.launch_s, engine.kernel_scale[OTHER_GPU]])
     prior = load_engine(PRIOR_ENGINE)
     new_shares = [engine.host.hidden_share for engine in engines.values() if engine.older is not None]
@@ -168,7 +160,6 @@ def shipped_seconds(settings: Settings) -> Array:
         new_hidden_share=max(new_shares, default=prior.host.hidden_share),
         model_types={(n, m): float(np.log(f)) for n, e in engines.items() for m, f in e.model_types.items()},
         systems={gpu: float(np.log(factor)) for gpu, factor in prior.systems.items()},
-        builds=builds,
         versions={(n, v): float(np.log(f)) for n, e in engines.items() for v, f in e.versions.items()},
     )
     return constants.seconds(settings, every)

@@ -29,6 +29,11 @@ SCAN_KERNELS = 6  # kernels of one scan, as SGLang and mamba_ssm launch them
 # for a state, norms of queries, of keys and of the output, a triangle of zeros, 4 copies (of the convolution's input,
 # queries, keys and values), 3 copies of the state.
 _AROUND_KERNELS = {"gated_delta": 14, "kda": 14}
+# Of these, the split, the gates and the norms are Triton's kernels, as are those of the scan.
+_AROUND_TRITON_KERNELS = {"gated_delta": 5, "kda": 5}
+# Launches of compiled kernels that take as long as one of a Triton kernel, whose arguments Python prepares. Published
+# ratios are 1.95 (triton-lang/triton-ascend#1675, against torch.add) to 4.1 (triton-lang/triton#459, against a product).
+_TRITON_LAUNCH = 2
 RECURRENCES = tuple(SCAN_CHUNK)
 # Kinds without rates use those of a similar kind.
 _ALIKE = {"gated_delta": "kda", "kda": "gated_delta", "mamba2": "gated_delta", "linear": "mamba2", "scan": "mamba2"}
@@ -221,8 +226,11 @@ class RecurrentCost(MixerCost):
 
     @property
     def kernels(self) -> int:
-        """Number of kernels of the scan, the operations around it, and the convolution."""
-        return SCAN_KERNELS + _AROUND_KERNELS.get(self.mixer.kind, 0) + (self.mixer.conv_channels > 0)
+        """Number of kernels of the scan, the operations around it, and the convolution; a Triton kernel counts twice."""
+        kind = self.mixer.kind
+        kernels = SCAN_KERNELS + _AROUND_KERNELS.get(kind, 0) + (self.mixer.conv_channels > 0)
+        triton_kernels = SCAN_KERNELS + _AROUND_TRITON_KERNELS.get(kind, 0)
+        return kernels + (_TRITON_LAUNCH - 1) * triton_kernels
 
     def append_s(self, chunk: Array, prefix: Array) -> Array:
         """No time, because a state is replaced in place."""
