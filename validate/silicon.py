@@ -131,9 +131,7 @@ def page(settings: Settings, predictors: dict[str, Array], other: OtherRows) -> 
 
 def gain_table(settings: Settings, training: Settings) -> list[str]:
     """Table of errors with each term of the fit left away; training: with the prefills of the newest builds."""
-    nothing = Form(
-        mixtures=False, shrinks_types=False, systems=False, hidden_share=0.0, new_hidden_share=0.0
-    )
+    nothing = Form(mixtures=False, shrinks_types=False, systems=False, hidden_share=0.0, new_hidden_share=0.0)
     forms = {
         "all terms": (FORM, training),
         "no factor on launches of mixtures": (replace(FORM, mixtures=False), training),
