@@ -31,8 +31,8 @@ PRIOR = np.log([6e-3, 1.2e-6, 9e-6, 1.0])
 _PRIOR_SD = np.array([1.0, 1.0, 1.0, 0.03])
 _ENGINE_SD = np.array([0.3, 0.2, 0.6, 0.05])  # prior spread of an engine's terms around the mean
 _MIXTURE_SD = 1.0  # prior standard deviation of the log factor on launches of mixtures
-# Prior standard deviations of log factors on launches: of a model type on all engines, of a model type on an engine, and
-# of a GPU's systems.
+# Prior standard deviations of log factors on launches: of a model type on all engines, of a model type on an engine,
+# and of a GPU's systems.
 _TYPE_SD = 0.5
 _PAIR_SD = 0.3
 _SYSTEM_SD = 0.3

@@ -32,7 +32,7 @@ _AROUND_KERNELS = {"gated_delta": 14, "kda": 14}
 # Of these, the split, the gates and the norms are Triton's kernels, as are those of the scan.
 _AROUND_TRITON_KERNELS = {"gated_delta": 5, "kda": 5}
 # Launches of compiled kernels that take as long as one of a Triton kernel, whose arguments Python prepares. Published
-# ratios are 1.95 (triton-lang/triton-ascend#1675, against torch.add) to 4.1 (triton-lang/triton#459, against a product).
+# ratios: 1.95 against torch.add (triton-lang/triton-ascend#1675), 4.1 against a product (triton-lang/triton#459).
 _TRITON_LAUNCH = 2
 RECURRENCES = tuple(SCAN_CHUNK)
 # Kinds without rates use those of a similar kind.
@@ -226,7 +226,7 @@ class RecurrentCost(MixerCost):
 
     @property
     def kernels(self) -> int:
-        """Number of kernels of the scan, the operations around it, and the convolution; a Triton kernel counts twice."""
+        """Number of kernels of the scan, the operations around it and the convolution; Triton's count twice."""
         kind = self.mixer.kind
         kernels = SCAN_KERNELS + _AROUND_KERNELS.get(kind, 0) + (self.mixer.conv_channels > 0)
         triton_kernels = SCAN_KERNELS + _AROUND_TRITON_KERNELS.get(kind, 0)
