@@ -20,6 +20,7 @@ from kvrsim.hardware import (
     builtin_clusters,
     builtin_gpus,
     cluster_of,
+    larger_size,
     load_cluster,
     load_gpu,
     load_link,
@@ -160,14 +161,6 @@ def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
     return (note("size", cluster=cluster.name, has=has, gpus=gpus, longer=longer[cluster.topology]),)
 
 
-def larger_size(cluster: Cluster, gpus: int) -> str:
-    """The size of a cluster of the same GPUs that has at least `gpus`, such as 2x8xh100."""
-    node = cluster_of(cluster.gpu.name) or cluster
-    if gpus <= node.num_gpus:
-        return f"{gpus}x{cluster.gpu.name}"
-    return f"{-(-gpus // node.num_gpus)}x{node.num_gpus}x{cluster.gpu.name}"
-
-
 def _name_notes(args: ScenarioArgs, cluster: Cluster) -> tuple[Note, ...]:
     """Notes on names: the known shape that a model has, and the network assumed for a size such as 2x8xh100."""
     notes: list[Note] = []
@@ -239,11 +232,11 @@ def _with_links(
     """Return the cluster with the profile's measured links, or with those of the user, and a note."""
     link = machine.link
     datasheet = link.name
-    measured = profile.links if profile is not None and _has_measured(profile, link.like or datasheet) else None
+    measured = profile.links if profile is not None and profile.has_measured(link.like or datasheet) else None
     link_notes: tuple[str, ...] = ()
     if profile is not None and measured is not None:
         as_measured = LinkSpec(
-            name=_name_of(datasheet, has_messages=_has_times(profile, "send_recv")),
+            name=_name_of(datasheet, has_messages=profile.has_times("send_recv")),
             bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s,
             latency_s=measured.latency_s,
             source=link.source,
@@ -256,13 +249,13 @@ def _with_links(
             narrower = load_link(link.like).bandwidth_bytes_per_s / link.bandwidth_bytes_per_s
             as_measured = scale(as_measured, narrower, only_rates=True)
         machine = replace(machine, link=as_measured)
-        if not _has_times(profile, "send_recv") and machine.num_gpus > 1:
+        if not profile.has_times("send_recv") and machine.num_gpus > 1:
             link_notes = (note("links, messages", link=datasheet),)
     if bandwidth_bytes_per_s is not None or latency_s is not None:
         machine = machine.with_link(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s)
         return machine, (note("links, given"),)
     if profile is not None and measured is None and machine.num_gpus > 1:
-        of = profile.links.link if _has_measured(profile, profile.links.link) else "none"
+        of = profile.links.link if profile.has_measured(profile.links.link) else "none"
         return machine, (note("links, nominal", link=datasheet, profile=profile.name, measured=of),)
     return machine, link_notes
 
@@ -272,17 +265,6 @@ def _name_of(datasheet: str, *, has_messages: bool) -> str:
     if datasheet == _MEASURED:
         return datasheet
     return f"{datasheet}, {_MEASURED}" if has_messages else f"{datasheet}, by its datasheet"
-
-
-def _has_measured(profile: CalibrationProfile, link: str) -> bool:
-    """Whether the profile has measured rates of the link's messages or collectives."""
-    kinds = ("send_recv", "all_gather", "all_reduce")
-    return profile.links.link == link and any(_has_times(profile, kind) for kind in kinds)
-
-
-def _has_times(profile: CalibrationProfile, kind: str) -> bool:
-    fit = profile.operations.get(kind)
-    return (fit is None and kind == "send_recv") or (fit is not None and fit.num_rows > 0)
 
 
 def notes_on(scenario: Scenario) -> tuple[str, ...]:

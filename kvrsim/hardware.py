@@ -402,6 +402,14 @@ def cluster_of(gpu: str) -> Cluster | None:
     return min(clusters, key=lambda cluster: (cluster.topology != "switch", cluster.topology == "bus"), default=None)
 
 
+def larger_size(cluster: Cluster, gpus: int) -> str:
+    """The size of a cluster of the same GPUs that has at least `gpus`, such as 2x8xh100."""
+    node = cluster_of(cluster.gpu.name) or cluster
+    if gpus <= node.num_gpus:
+        return f"{gpus}x{cluster.gpu.name}"
+    return f"{math.ceil(gpus / node.num_gpus)}x{node.num_gpus}x{cluster.gpu.name}"
+
+
 def _size_like(text: str) -> str | None:
     """The size that a text such as 8h100 or 8xh1000 probably means; None if no GPU has a similar name."""
     from difflib import get_close_matches  # imported only for names that are unknown

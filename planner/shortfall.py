@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from kvrsim.builder import larger_size
 from kvrsim.errors import InputError
 from kvrsim.execution import Execution
-from kvrsim.hardware import load_cluster
+from kvrsim.hardware import larger_size, load_cluster
 from kvrsim.results.results import Remedy, Shortfall
 from kvrsim.scenario import Scenario
 from planner.candidates import Candidate, Search, all_for, least_bytes, rare_for

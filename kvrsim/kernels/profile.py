@@ -44,9 +44,11 @@ SCHEMA_VERSION = 2
 _BUILTIN_FOLDER = Path(__file__).parents[1] / "data" / "profiles"
 
 PendingShare = Annotated[float, Range(least=0.0, most=0.9)]  # with a larger share a rank would compute almost nothing
+_LINK_OPERATIONS = ("send_recv", "all_gather", "all_reduce")
 OPERATION_KINDS = (
     *("gemm", "attention", "latent", "sparse", "experts", "recurrence", "elementwise"),
-    *("send_recv", "all_gather", "all_reduce", "host"),
+    *_LINK_OPERATIONS,
+    "host",
 )
 # What a message does to computation. rendezvous: send and receive occupy the compute streams of both ranks; sender: the
 # sender computes nothing until the message has left; overlap: neither.
@@ -268,6 +270,17 @@ class CalibrationProfile:
         if measured and "fp8" not in self.valid.dtypes:
             return (*self.valid.dtypes, "fp8")
         return self.valid.dtypes
+
+    def has_times(self, kind: str) -> bool:
+        """Whether times of these operations were measured; profiles without a record of messages measured them."""
+        fit = self.operations.get(kind)
+        if fit is None:
+            return kind == "send_recv"
+        return fit.num_rows > 0
+
+    def has_measured(self, link: str) -> bool:
+        """Whether rates of the link's messages or collectives were measured."""
+        return self.links.link == link and any(self.has_times(kind) for kind in _LINK_OPERATIONS)
 
     @classmethod
     def read(cls, data: JsonObject) -> CalibrationProfile:
