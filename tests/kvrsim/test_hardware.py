@@ -65,16 +65,17 @@ def test_builtin_gpu_is_plausible(name: str) -> None:
     assert gpu.name == name
     assert "NVIDIA" in gpu.source
     assert 2e10 < gpu.memory_bytes < 3e11
-    assert 5e11 < gpu.hbm_bytes_per_s < 1e13
+    assert 1e11 < gpu.hbm_bytes_per_s < 1e13
     assert gpu.peak_flops["fp16"] == gpu.peak_flops["bf16"]
-    assert 70 <= gpu.num_sms <= 200
+    assert 20 <= gpu.num_sms <= 200
 
 
 @pytest.mark.parametrize("name", builtin_clusters())
 def test_builtin_cluster(name: str) -> None:
     cluster = load_cluster(name)
     assert cluster.name == name
-    assert cluster.num_gpus == (16 if cluster.topology == "nodes" else 8)
+    assert cluster.num_gpus % (cluster.gpus_per_node or 2) == 0
+    assert (cluster.topology == "nodes") == (cluster.gpus_per_node is not None)
     assert load_cluster(name, 3) == replace(cluster, num_gpus=3)
     assert name in cluster.describe()
 
@@ -236,7 +237,7 @@ def test_user_cluster(tmp_path: Path) -> None:
     ("changes", "place"),
     [
         ({"topology": "ring"}, "topology: got 'ring'"),
-        ({"gpu": "a100"}, "gpu: got 'a100', accepted: an object ({...}), or one of a100-40gb"),
+        ({"gpu": "a100"}, "gpu: got 'a100', accepted: an object ({...}), or one of "),
         ({"gpu": {**GPU, "colour": "green"}}, "key in gpu: got 'colour'"),
         ({"gpu": {**GPU, "peak_flops": {}}}, "gpu.peak_flops: got '{}'"),
         ({"gpu": {**GPU, "peak_flops": {"fp64": 1}}}, "key in gpu.peak_flops: got 'fp64'"),
