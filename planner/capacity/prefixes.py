@@ -210,10 +210,11 @@ class PrefixCaches:
     def _hits(self, group: _GroupCache, request: int) -> dict[Tier, int]:
         """Leading tokens of a prompt that a group has or can load, by memory."""
         hits: dict[Tier, int] = dict.fromkeys(TIERS, 0)
-        rest = self.reusable[request]
+        reusable = self.reusable[request]
+        tokens = 0
+        tier: Tier = "gpu"
         for block in self.blocks[request]:
-            tier: Tier
-            if rest <= 0:
+            if tokens >= reusable:
                 break
             if block in group.idle or block in group.used:
                 tier = "gpu"
@@ -223,6 +224,7 @@ class PrefixCaches:
                 tier = "remote"
             else:
                 break
-            hits[tier] += min(rest, BLOCK_TOKENS)
-            rest -= BLOCK_TOKENS
+            hits[tier] += BLOCK_TOKENS
+            tokens += BLOCK_TOKENS
+        hits[tier] -= max(0, tokens - reusable)  # the last block holds other tokens, too
         return hits

@@ -520,6 +520,7 @@ def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, RoleCo
     blocks: dict[int | str, int] = {}
     sequences: list[list[int]] = []
     sessions: dict[str, int] = {}
+    estimated = 0
     for count, (line, record) in enumerate(records, start=1):
         if count > MAX_REQUESTS:
             break
@@ -541,6 +542,7 @@ def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, RoleCo
             arrival_s = _arrival_s(time_of_arrival, f"{where}: {roles['timestamp']}", is_ms=is_mooncake)
         turn = _optional(record, roles["turn"], where)
         think_s = pause_s * _optional(record, roles["think_s"], where)
+        estimated += bool(record.get("is_estimate"))
         is_delta = is_mooncake and record.get("context_mode") != _WHOLE_PROMPTS
         rows.extend((line, arrival_s, context, output, cached, session, turn, think_s, is_delta))
     if count == 0:
@@ -548,7 +550,11 @@ def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, RoleCo
     if count > MAX_REQUESTS:
         raise InputError(source, f"more than {MAX_REQUESTS} requests", f"1 to {MAX_REQUESTS} requests")
     kind = "mooncake" if is_mooncake else "csv"
-    return _workload(name, kind, np.array(rows).reshape(-1, _COLUMNS), sequences, source)
+    workload = _workload(name, kind, np.array(rows).reshape(-1, _COLUMNS), sequences, source)
+    if estimated:
+        note = f"tokens of {estimated} turns are counted as {_TEXT_PER_TOKEN} characters each"
+        workload = replace(workload, notes=(*workload.notes, note))
+    return workload
 
 
 def _limit_lines(file: TextIO, source: str) -> Iterator[str]:
@@ -608,7 +614,8 @@ def _json_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Ite
             session = record.get("session_id") or f"line {number}"
             for turn in record["turns"]:
                 tokens = turn.get("input_length", math.ceil(_characters(turn) / _TEXT_PER_TOKEN))
-                yield number, {"output_length": 0, **turn, "input_length": tokens, "session_id": session}
+                counted = {"input_length": tokens, "session_id": session, "is_estimate": "input_length" not in turn}
+                yield number, {"output_length": 0, **turn, **counted}
 
     return (*_MOONCAKE, *_AIPERF, "cached_tokens"), records()
 
