@@ -537,9 +537,10 @@ def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, RoleCo
         if name_of_session not in (None, ""):
             session = sessions.setdefault(str(name_of_session), len(sessions))
         arrival_s = math.nan
-        time_of_arrival = record.get(roles["timestamp"])
+        time_of_arrival = record.get(roles["timestamp"], "")
         if session < 0 or time_of_arrival not in (None, ""):
-            arrival_s = _arrival_s(time_of_arrival, f"{where}: {roles['timestamp']}", is_ms=is_mooncake)
+            column = roles["timestamp"] or "timestamp"
+            arrival_s = _arrival_s(time_of_arrival, f"{where}: {column}", is_ms=is_mooncake)
         turn = _optional(record, roles["turn"], where)
         think_s = pause_s * _optional(record, roles["think_s"], where)
         estimated += bool(record.get("is_estimate"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvrsim
+from kvrsim.errors import InputError
 from planner.capacity.prefixes import BLOCK_TOKENS, CacheTiers, PrefixTraffic, Turns
 from planner.capacity.serving import StepRequests, StepRun, run_steps
+from planner.capacity.sessions import Pace
 from planner.capacity.steps import StepTimes
+from planner.capacity.workload import RequestSource, Workload
 from tests.building import examples
 from tests.planner.capacity.plain_caches import PlainCaches
 from validate.statements.simpy_steps import SimpySteps
@@ -179,3 +185,159 @@ def test_a_session_stays_with_its_prefix_unless_the_group_is_much_busier() -> No
     by_session = run.group.reshape(6, 4)
     assert (by_session == by_session[:, :1]).all()
     assert len(set(by_session[:, 0])) == 3
+
+
+CSV = """session_id,turn,arrival_s,prompt_tokens,completion_tokens
+a,2,9,1300,40
+a,1,1,1000,100
+b,1,2,500,10
+a,3,,200,10
+,,5,70,7
+"""
+WHOLE = ', "context_mode": "message_array_with_responses"}'
+AIPERF = """{"session_id": "a", "timestamp": 1000, "input_length": 1000, "output_length": 100}
+{"session_id": "a", "delay": 8000, "input_length": 200, "output_length": 40}
+{"session_id": "b", "timestamp": 2000, "input_length": 500, "output_length": 10}
+"""
+TURNS = json.dumps(
+    {
+        "session_id": "a",
+        "turns": [
+            {"text": "x" * 4000, "timestamp": 1000, "output_length": 100},
+            {"texts": ["x" * 400, "x" * 400], "delay": 8000, "output_length": 40},
+        ],
+    }
+)
+PACE = Pace.parse("3s", None)
+
+
+def source(path: Path, text: str, pace: Pace = PACE) -> RequestSource:
+    path.write_text(text)
+    return RequestSource.of(str(path), pace=pace)
+
+
+def rows(workload: Workload) -> list[tuple[float, int, int, int]]:
+    """Arrival, prompt, tokens in an unlimited cache, and answer of each request."""
+    columns = (workload.arrival_s, workload.context_len, workload.cached_prefix, workload.output_tokens)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_a_table_has_whole_prompts(tmp_path: Path) -> None:
+    """The third turn of a has no time, and is shorter than the prompt before it; one request has no session."""
+    workload = source(tmp_path / "trace.csv", CSV).workload(0)
+    assert rows(workload) == [(0, 1000, 0, 100), (1, 500, 0, 10), (4, 70, 0, 7), (8, 1300, 1100, 40), (11, 200, 0, 10)]
+    assert workload.turns is not None
+    assert workload.turns.numbers().tolist() == [1, 1, 1, 2, 3]
+    assert workload.turns.think_s.tolist() == [0, 0, 0, 0, 3]
+    assert "1 prompts are shorter" in workload.notes[0]
+    assert workload.summary()["sessions"] == 3
+
+
+def test_turns_of_aiperf_add_to_those_before(tmp_path: Path) -> None:
+    workload = source(tmp_path / "trace.jsonl", AIPERF).workload(0)
+    assert rows(workload) == [(0, 1000, 0, 100), (1, 500, 0, 10), (8, 1300, 1100, 40)]
+    assert workload.turns is not None
+    assert workload.turns.think_s.tolist() == [0, 0, 8]
+    in_one_line = source(tmp_path / "turns.jsonl", TURNS).workload(0)
+    assert rows(in_one_line) == [(0, 1000, 0, 100), (8, 1300, 1100, 40)]
+    assert "4 characters" in in_one_line.notes[0]
+    whole = source(tmp_path / "whole.jsonl", AIPERF.replace("}", WHOLE)).workload(0)
+    assert whole.context_len.tolist() == [1000, 500, 200]
+
+
+def test_hashes_are_blocks_of_a_cache(tmp_path: Path) -> None:
+    lines = [{"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [7, 8]}]
+    lines += [{"timestamp": 1000, "input_length": 1500, "output_length": 5, "hash_ids": [7, 8, 9]}]
+    requests = source(tmp_path / "trace.jsonl", "\n".join(map(json.dumps, lines)))
+    workload = requests.workload(0)
+    assert workload.turns is not None
+    assert workload.turns.blocks == [[0, 1], [0, 1, 2]]
+    assert workload.cached_prefix.tolist() == [0, 2 * BLOCK_TOKENS]
+    assert replace(requests, simulates_cache=False).workload(0).turns is None
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "says"),
+    [
+        (CSV, {}, "think_time is missing"),
+        (CSV, {"think_time": "lognormal:3s"}, "think_time: got 'lognormal:3s', accepted: a time"),
+        (CSV, {"think_time": "uniform:3s:1s"}, "think_time: got 'uniform:3s:1s', accepted: a time"),
+        (CSV.replace("arrival_s", "when")[:-9], {"think_time": "1s"}, "session_rate is missing"),
+        (CSV.replace("arrival_s", "when"), {"think_time": "1s"}, "line 6: timestamp: got ''"),
+        (CSV.replace("a,2,9", "a,second,9"), {"think_time": "1s"}, "line 2: turn: got 'second'"),
+        (CSV.replace(",,5,70", ",,,70"), {"think_time": "1s"}, "line 6: arrival_s: got ''"),
+        (AIPERF.replace("8000", '"soon"'), {}, "line 2: delay: got 'soon'"),
+        (AIPERF + '{"session_id": "c", "turns": [{"delay": 1}]}', {}, "line 4"),
+        ("arrival_s,context_tokens\n1,10\n", {"think_time": "1s"}, "think_time: got '1s', accepted: requests with"),
+        ("arrival_s,context_tokens\n1,10\n", {"kv_cache_host": "1GB"}, "kv_cache_host: got '1000000000'"),
+        ("synthetic:poisson,rate=1,turns=3,cached=0.5", {}, "cached: got '0.5', accepted: turns or cached"),
+        ("synthetic:poisson,rate=1,turns=3", {}, "think_time is missing"),
+    ],
+)
+def test_bad_sessions_are_named(tmp_path: Path, text: str, options: dict[str, Any], says: str) -> None:
+    requests = text
+    if not text.startswith("synthetic:"):
+        requests = str(tmp_path / "trace")
+        Path(requests).write_text(text)
+    with pytest.raises(InputError, match=says):
+        kvrsim.capacity(requests=requests, slo_ttft="1s", model="llama-3.1-8b", cluster="8xh100", **options)
+
+
+def test_more_traffic_is_more_sessions(tmp_path: Path) -> None:
+    requests = source(tmp_path / "trace.jsonl", AIPERF)
+    twice = requests.times(2).workload(0)
+    assert twice.turns is not None
+    assert sorted(twice.context_len.tolist()) == [500, 500, 1000, 1000, 1300, 1300]
+    assert sorted(np.bincount(twice.turns.session).tolist()) == [1, 1, 2, 2]
+    first = [blocks[0] for blocks, number in zip(twice.turns.blocks, twice.turns.numbers(), strict=True) if number == 1]
+    assert len(set(first)) == 4
+    for session in np.unique(twice.turns.session):
+        turns = np.flatnonzero(twice.turns.session == session)
+        assert (np.diff(twice.arrival_s[turns]) == 8).all()
+
+
+SYNTHETIC = (
+    "synthetic:poisson,rate=1,requests=60,turns=uniform:1:6,context=lognormal:3k:0.5,prompt=lognormal:300:1,"
+    "output=lognormal:100:0.5,max=16k"
+)
+
+
+@pytest.mark.parametrize("tier", ["", "kv_cache_host", "kv_cache_remote"])
+def test_hit_rates_are_results(tier: str) -> None:
+    options: dict[str, Any] = {"requests": SYNTHETIC, "think_time": "exponential:10s", "replications": 1}
+    options |= {"model": "llama-3.1-8b", "cluster": "h100-nvlink", "group_sizes": "1", "slo_ttft": "0.4s"}
+    options |= {"": {}, "kv_cache_host": {tier: "50GB"}, "kv_cache_remote": {tier: "20GB/s"}}[tier]
+    plan = kvrsim.capacity(**options, percentile=95, memory_fraction=0.3)
+    assert plan.answer is not None
+    (run,) = plan.answer.runs
+    hits = plan.answer.prefix_cache
+    assert hits is not None
+    prompts = run.workload.context_len.sum()
+    assert hits.hit_rate == pytest.approx(run.workload.cached_prefix.sum() / prompts)
+    assert hits.hit_rate == pytest.approx(hits.gpu + hits.host + hits.remote)
+    assert 0 < hits.hit_rate <= hits.unlimited
+    assert (hits.host > 0) == (tier == "kv_cache_host")
+    assert (hits.remote > 0) == (tier == "kv_cache_remote")
+    if tier == "kv_cache_remote":  # it keeps everything
+        assert hits.hit_rate == pytest.approx(hits.unlimited)
+    assert [(times.first, times.last) for times in plan.answer.by_turn] == [(1, 1), (2, 2), (3, 4), (5, 6)]
+    assert sum(times.requests for times in plan.answer.by_turn) == plan.answer.requests
+    assert plan.answer.by_turn[0].hit_rate == 0
+    assert run.workload.turns is not None
+    ends_s = run.workload.arrival_s + run.ttft_s
+    later = run.workload.turns.numbers() > 1
+    assert (run.workload.arrival_s[later] > 0).all()
+    assert np.isfinite(ends_s).all()
+    content = plan.to_dict()
+    assert content["prefix_cache"] == content["answer"]["prefix_cache"]
+    assert content["by_turn"][0]["first"] == 1
+    assert {growth.times for growth in plan.growth} == {1.5, 2.0, 3.0}
+    if not tier:
+        none = kvrsim.capacity(**options, percentile=95, memory_fraction=0.3, prefix_cache="none")
+        assert none.first.prefix_cache is not None
+        assert none.first.prefix_cache.hit_rate == 0
+        assert none.first.total_gpus >= plan.answer.total_gpus
+        again = kvrsim.capacity(**options, percentile=95, memory_fraction=0.3, rate_scale=2)
+        assert again.first.total_gpus == plan.growth[1].num_gpus
+        shared = kvrsim.capacity(**options, percentile=95, memory_fraction=0.3, prefix_cache="unlimited")
+        assert shared.first.prefix_cache is None
