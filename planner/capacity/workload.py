@@ -501,10 +501,6 @@ def read_trace(path: str, argument: str = "requests", names: Mapping[str, RoleCo
 
 
 def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, RoleColumn]) -> Workload:
-    # line number, arrival in seconds, tokens of context, output and cached prefix; session, turn, pause and whether the
-    # context lacks the turns before. Without these: nan, and -1 for no session.
-    rows = array("d")
-    count = 0
     lines = _limit_lines(file, source)
     first = next(lines, "")
     reader = _csv_records
@@ -512,50 +508,69 @@ def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, RoleCo
         reader = _json_records
     header, records = reader(itertools.chain((first,), lines), source)
     columns = _roles(header, names, source)
-    roles = dict.fromkeys(_ROLES, "") | {role: column.name for role, column in columns.items()}
-    is_mooncake = not names and set(_MOONCAKE) <= set(header)
-    pause_s = 1e-3 if is_mooncake else 1.0
-    if "think_s" in columns:
-        pause_s = columns["think_s"].unit_s or pause_s
-    blocks: dict[int | str, int] = {}
-    sequences: list[list[int]] = []
-    sessions: dict[str, int] = {}
-    estimated = 0
+    trace = _Trace(columns, is_mooncake=not names and set(_MOONCAKE) <= set(header))
+    count = 0
     for count, (line, record) in enumerate(records, start=1):
         if count > MAX_REQUESTS:
             break
-        where = f"{source}: line {line}"
-        context = _tokens_in(record, roles["context"], where)
-        output = _tokens_in(record, roles["output"], where)
-        cached = _tokens_in(record, roles["cached"], where)
-        if hashes := record.get("hash_ids"):
-            leading, sequence = _leading_blocks(hashes, blocks, f"{where}: hash_ids")
-            cached = min(BLOCK_TOKENS * leading, context)
-            sequences.append(sequence)
-        session = -1
-        name_of_session = record.get(roles["session"])
-        if name_of_session not in (None, ""):
-            session = sessions.setdefault(str(name_of_session), len(sessions))
-        arrival_s = math.nan
-        time_of_arrival = record.get(roles["timestamp"], "")
-        if session < 0 or time_of_arrival not in (None, ""):
-            column = roles["timestamp"] or "timestamp"
-            arrival_s = _arrival_s(time_of_arrival, f"{where}: {column}", is_ms=is_mooncake)
-        turn = _optional(record, roles["turn"], where)
-        think_s = pause_s * _optional(record, roles["think_s"], where)
-        estimated += bool(record.get("is_estimate"))
-        is_delta = is_mooncake and record.get("context_mode") != _WHOLE_PROMPTS
-        rows.extend((line, arrival_s, context, output, cached, session, turn, think_s, is_delta))
+        trace.add(line, record, f"{source}: line {line}")
     if count == 0:
         raise InputError(source, "0 requests", f"1 to {MAX_REQUESTS} requests")
     if count > MAX_REQUESTS:
         raise InputError(source, f"more than {MAX_REQUESTS} requests", f"1 to {MAX_REQUESTS} requests")
-    kind = "mooncake" if is_mooncake else "csv"
-    workload = _workload(name, kind, np.array(rows).reshape(-1, _COLUMNS), sequences, source)
-    if estimated:
-        note = f"tokens of {estimated} turns are counted as {_TEXT_PER_TOKEN} characters each"
-        workload = replace(workload, notes=(*workload.notes, note))
-    return workload
+    return trace.workload(name, source)
+
+
+class _Trace:
+    """The requests of a trace as rows of numbers."""
+
+    def __init__(self, columns: Mapping[str, RoleColumn], *, is_mooncake: bool) -> None:
+        self.is_mooncake = is_mooncake
+        self.column_of = dict.fromkeys(_ROLES, "") | {role: column.name for role, column in columns.items()}
+        self.pause_unit_s = 1e-3 if is_mooncake else 1.0
+        if "think_s" in columns:
+            self.pause_unit_s = columns["think_s"].unit_s or self.pause_unit_s
+        # line number, arrival in seconds, tokens of context, output and cached prefix; session, turn, pause and whether
+        # the context lacks the turns before. Without these: nan, and -1 for no session.
+        self.rows = array("d")
+        self.blocks: dict[int | str, int] = {}  # numbers of blocks by hash
+        self.sequences: list[list[int]] = []  # blocks of each request with hashes
+        self.sessions: dict[str, int] = {}  # numbers of sessions by name
+        self.estimated = 0  # turns whose tokens are estimated
+
+    def add(self, line: int, record: _Record, where: str) -> None:
+        """Add a request; raises InputError that begins with `where`."""
+        column_of = self.column_of
+        context = _tokens_in(record, column_of["context"], where)
+        output = _tokens_in(record, column_of["output"], where)
+        cached = _tokens_in(record, column_of["cached"], where)
+        if hashes := record.get("hash_ids"):
+            leading, sequence = _leading_blocks(hashes, self.blocks, f"{where}: hash_ids")
+            cached = min(BLOCK_TOKENS * leading, context)
+            self.sequences.append(sequence)
+        session = -1
+        name = record.get(column_of["session"])
+        if name not in (None, ""):
+            session = self.sessions.setdefault(str(name), len(self.sessions))
+        arrival_s = math.nan
+        time = record.get(column_of["timestamp"], "")
+        if session < 0 or time not in (None, ""):
+            column = column_of["timestamp"] or "timestamp"
+            arrival_s = _arrival_s(time, f"{where}: {column}", is_ms=self.is_mooncake)
+        turn = _optional(record, column_of["turn"], where)
+        think_s = self.pause_unit_s * _optional(record, column_of["think_s"], where)
+        is_delta = self.is_mooncake and record.get("context_mode") != _WHOLE_PROMPTS
+        self.estimated += bool(record.get("is_estimate"))
+        self.rows.extend((line, arrival_s, context, output, cached, session, turn, think_s, is_delta))
+
+    def workload(self, name: str, source: str) -> Workload:
+        """The requests that were added, with notes on repairs."""
+        kind = "mooncake" if self.is_mooncake else "csv"
+        workload = _workload(name, kind, np.array(self.rows).reshape(-1, _COLUMNS), self.sequences, source)
+        if not self.estimated:
+            return workload
+        note = f"tokens of {self.estimated} turns are counted as {_TEXT_PER_TOKEN} characters each"
+        return replace(workload, notes=(*workload.notes, note))
 
 
 def _limit_lines(file: TextIO, source: str) -> Iterator[str]:
