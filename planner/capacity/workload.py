@@ -508,7 +508,7 @@ def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, RoleCo
         reader = _json_records
     header, records = reader(itertools.chain((first,), lines), source)
     columns = _roles(header, names, source)
-    trace = _Trace(columns, is_mooncake=not names and set(_MOONCAKE) <= set(header))
+    trace = _TraceRows(columns, is_mooncake=not names and set(_MOONCAKE) <= set(header))
     count = 0
     for count, (line, record) in enumerate(records, start=1):
         if count > MAX_REQUESTS:
@@ -521,7 +521,7 @@ def _read_lines(file: TextIO, name: str, source: str, names: Mapping[str, RoleCo
     return trace.workload(name, source)
 
 
-class _Trace:
+class _TraceRows:
     """The requests of a trace as rows of numbers."""
 
     def __init__(self, columns: Mapping[str, RoleColumn], *, is_mooncake: bool) -> None:
