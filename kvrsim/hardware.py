@@ -12,6 +12,7 @@ import pathlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Annotated, Literal
 
 import numpy as np
@@ -396,6 +397,7 @@ def load_cluster(
     return cluster if num_gpus is None else replace(cluster, num_gpus=num_gpus)
 
 
+@cache
 def cluster_of(gpu: str) -> Cluster | None:
     """A built-in cluster of the GPU, if possible one with a switch, else one without a bus."""
     clusters = [cluster for cluster in map(load_cluster, builtin_clusters()) if cluster.gpu.name == gpu]
@@ -447,6 +449,7 @@ def _cluster_of_size(text: str, argument: str, names: tuple[str, ...]) -> Cluste
     return replace(nodes, num_gpus=num_nodes * per_node)
 
 
+@cache
 def _builtin(kind: Literal["gpus", "links"]) -> dict[str, JsonObject]:
     """The shipped objects of a kind, by name."""
     content = JsonObject.read(_DATA / f"{kind}.json", kind)
