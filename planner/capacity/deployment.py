@@ -9,6 +9,7 @@ from kvrsim.errors import InputError
 from kvrsim.executors.access import execution_of
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import get_strategy
+from kvrsim.units import format_bandwidth, format_bytes
 from planner.candidates import Search
 from planner.capacity.fleet import WHOLE
 from planner.capacity.request import CapacityRequest
@@ -57,12 +58,31 @@ def fleet_deployment(plan: CapacityPlan, engine_name: str, *, model: str) -> Dep
         notes = [f"{one.name}.sh: {one.what}" for one in servers]
         notes.append("the arguments are those of the first script; add --host and --port")
     if len(plan.answer.groups) > 1:
-        notes.append(f"a router sends each prompt to the servers of its length: {plan.request.dispatch}")
+        notes.append(
+            f"a router sends each prompt to the servers of its length: {plan.request.dispatch(colocated=False)}"
+        )
+    notes += _cache_notes(plan)
     notes += [note for one in servers for note in (*one.notes, *one.server.notes())]
     if plan.answer.target_tpot_s is None:
         notes.append("these servers were planned to prefill only; --tpot plans the ones that decode")
     files = {name: text for one in servers for name, text in one.server.files.items()}
     return Deployment.of(servers[0].server, _strategy(plan.answer.groups[0]), dict.fromkeys(notes), scripts | files)
+
+
+def _cache_notes(plan: CapacityPlan) -> Iterator[str]:
+    """Notes on what must be configured beside the servers, so that they keep prefixes of sessions as planned."""
+    if not plan.request.has_turns:
+        return
+    tiers = plan.request.tiers
+    if not tiers.gpu:
+        yield "the plan has no prefix caches: engines that keep prefixes by default need less time"
+        return
+    yield f"the router must know the prefixes of the servers: {plan.request.dispatch(colocated=True)}"
+    if tiers.host_bytes:
+        yield f"set up the engine's offloading of KV blocks to the host: {format_bytes(tiers.host_bytes)} for each GPU"
+    if tiers.remote_bytes_per_s is not None:
+        rate = format_bandwidth(tiers.remote_bytes_per_s)
+        yield f"set up a store of KV blocks for all servers, from which each GPU loads {rate}"
 
 
 def _servers(

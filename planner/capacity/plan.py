@@ -288,6 +288,9 @@ def _report(outcome: FleetOutcome, warnings: Sequence[str]) -> CapacityPlan:
             missing.append(f"{outcome.left_out} designs of fleets")
         budget_s = simulator.work.pool.time_budget_s
         notes.append(f"--time-budget {budget_s:g}s ended before all was simulated: {'; '.join(missing)}")
+    mixers = (layer.mixer for layer in largest.model.layers)
+    if request.has_turns and any(mixer is not None and mixer.state_bytes(2.0) > 0 for mixer in mixers):
+        notes.append("prefix caches are taken to keep the states of recurrent layers after every block of tokens")
     if left_out := replace(policy, deployable=False).left_out(largest):
         notes.append(f"not tried: {', '.join(left_out)}; the option strategies tries those that it names, or all")
     longest_sequence = max(int((workload.context_len + workload.output_tokens).max()) for workload in workloads)

@@ -171,11 +171,11 @@ class FleetSimulator:
         """Service times of each workload on groups of this type."""
         if group not in self._services:
             transfer = self.request.transfer
-            self._services[group] = [
-                self._with_prefixes(self.times.service(group, workload, transfer), workload.turns)
-                for workload in self.workloads
-            ]
-        return self._services[group]
+            self._services[group] = [self.times.service(group, workload, transfer) for workload in self.workloads]
+        return [
+            self._with_prefixes(service, workload.turns)
+            for service, workload in zip(self._services[group], self.workloads, strict=True)
+        ]
 
     def _with_prefixes(self, service: Service, turns: Turns | None) -> Service:
         """The service times with the caches of turns, if the workload has turns."""

@@ -246,6 +246,13 @@ class Synthetic:
             raise InputError("rate_scale", f"{factor:g}", f"a factor that makes it 1 to {MAX_REQUESTS} requests")
         return replace(self, rate=self.rate * factor, requests=requests)
 
+    @property
+    def mean_turns(self) -> float:
+        """Mean number of turns of a session, from a sample; 1 without sessions."""
+        if not self.has_turns:
+            return 1.0
+        return float(self.turns(1000, np.random.default_rng(0)).mean())
+
     def draw(self, rng: np.random.Generator) -> Workload:
         """Draw the requests with a random generator."""
         context = np.minimum(self.context(self.requests, rng), self.max)
@@ -265,7 +272,10 @@ class Synthetic:
 
     def _in_sessions(self, first: Workload, rng: np.random.Generator) -> Workload:
         """Sessions that begin with these requests; later turns have no times yet."""
-        session = np.repeat(np.arange(self.requests), self.turns(self.requests, rng))
+        turns = self.turns(self.requests, rng)
+        if turns.sum() > MAX_REQUESTS:
+            raise InputError("requests: turns", f"{turns.sum()} turns", f"at most {MAX_REQUESTS} turns in all")
+        session = np.repeat(np.arange(self.requests), turns)
         is_first = np.diff(session, prepend=-1) > 0
         prompt = self.prompt(len(session), rng)
         output = self.output(len(session), rng)
@@ -342,7 +352,7 @@ class RequestSource:
     def num_requests(self) -> float:
         """Expected number of requests of a workload."""
         if isinstance(self.requests, Synthetic):
-            return self.rate_scale * self.requests.requests
+            return self.rate_scale * self.requests.requests * self.requests.mean_turns
         return self.rate_scale * len(self.requests)
 
     @property

@@ -13,11 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvrsim
+from kvrsim.arguments import FleetArgs
+from kvrsim.builder import make_scenario
 from kvrsim.errors import InputError
+from planner.capacity.deployment import fleet_deployment
+from planner.capacity.fleet import GroupType
 from planner.capacity.prefixes import BLOCK_TOKENS, CacheTiers, PrefixTraffic, Turns
+from planner.capacity.request import make_request
+from planner.capacity.search import FleetSimulator
 from planner.capacity.serving import StepRequests, StepRun, run_steps
 from planner.capacity.sessions import Pace
 from planner.capacity.steps import StepTimes
+from planner.capacity.times import StrategyPolicy, service_times
 from planner.capacity.workload import RequestSource, Workload
 from tests.building import examples
 from tests.planner.capacity.plain_caches import PlainCaches
@@ -187,6 +194,40 @@ def test_a_session_stays_with_its_prefix_unless_the_group_is_much_busier() -> No
     assert len(set(by_session[:, 0])) == 3
 
 
+def test_a_turn_leaves_its_prefix_where_a_group_is_much_busier() -> None:
+    """All sessions begin with the same block, and answers are long: requests follow the block, up to a limit."""
+    turns = [[(600, 10)], *[[(600, 900)]] * 12]
+    requests = sessions_of(turns, [5.0, *[0.3] * 12], 1.0, CacheTiers(), shared=1)
+    run = run_steps(requests, made_times(1e5), 2)
+    assert run.arrival_s is not None
+    most = 0
+    for request, group in enumerate(run.group.tolist()):
+        before = run.group[:request][run.last_s[:request] > run.arrival_s[request]]
+        in_flight = np.bincount(before, minlength=2).tolist()
+        assert in_flight[group] <= 2 * min(in_flight) + 4
+        most = max(most, in_flight[group] - in_flight[1 - group])
+    assert most >= 1
+    assert set(run.group.tolist()) == {0, 1}
+    assert run.hits["gpu"].sum() >= 10 * BLOCK_TOKENS
+
+
+def test_on_a_shorter_scale_of_time_users_think_faster() -> None:
+    fleet = FleetArgs(requests=SYNTHETIC, think_time="8s", slo_ttft="1s", replications=1)
+    scenario, _ = make_scenario(ctx=4096, gpus=1, model="llama-3.1-8b", cluster="h100-nvlink")
+    request = make_request(fleet, scenario)
+    workloads = request.workloads()
+    times = service_times(scenario, workloads, StrategyPolicy(packs=True))
+    simulator = FleetSimulator(request, workloads, times)
+    group = GroupType(1, colocated=True)
+    for other in (simulator.faster(2.0), simulator.slower(2.0)):
+        (before,) = simulator.services(group)
+        (after,) = other.services(group)
+        assert before.prefixes is not None
+        assert after.prefixes is not None
+        assert set(before.prefixes.turns.think_s) == {0.0, 8.0}
+        assert set(after.prefixes.turns.think_s) == {0.0, 4.0}
+
+
 CSV = """session_id,turn,arrival_s,prompt_tokens,completion_tokens
 a,2,9,1300,40
 a,1,1,1000,100
@@ -272,6 +313,7 @@ def test_hashes_are_blocks_of_a_cache(tmp_path: Path) -> None:
         ("arrival_s,context_tokens\n1,10\n", {"kv_cache_host": "1GB"}, "kv_cache_host: got '1000000000'"),
         ("synthetic:poisson,rate=1,turns=3,cached=0.5", {}, "cached: got '0.5', accepted: turns or cached"),
         ("synthetic:poisson,rate=1,turns=3", {}, "think_time is missing"),
+        ("synthetic:poisson,rate=1,turns=1M", {"think_time": "1s"}, "requests: turns: got '20971520000 turns'"),
     ],
 )
 def test_bad_sessions_are_named(tmp_path: Path, text: str, options: dict[str, Any], says: str) -> None:
@@ -332,6 +374,9 @@ def test_hit_rates_are_results(tier: str) -> None:
     assert content["prefix_cache"] == content["answer"]["prefix_cache"]
     assert content["by_turn"][0]["first"] == 1
     assert {growth.times for growth in plan.growth} == {1.5, 2.0, 3.0}
+    deployment = fleet_deployment(plan, "vllm", model="llama-3.1-8b")
+    assert any("offloading" in note for note in deployment.notes) == (tier == "kv_cache_host")
+    assert any("store of KV blocks" in note for note in deployment.notes) == (tier == "kv_cache_remote")
     if not tier:
         none = kvrsim.capacity(**options, percentile=95, memory_fraction=0.3, prefix_cache="none")
         assert none.first.prefix_cache is not None
