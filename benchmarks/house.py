@@ -30,7 +30,7 @@ SCENARIOS = frozenset({"scenario", "per_rank"})
 NUM_SHARED_LINES = 1000  # densities are per this number of code lines
 
 # Modules whose numeric constants steer a search: nobody can derive these values from the machine.
-TUNED = ("planner/search", "planner/candidates", "planner/capacity", "planner/grid", "kvrsim/executors")
+TUNED = ("planner/search", "planner/candidates", "planner/work", "planner/capacity", "planner/grid", "kvrsim/executors")
 
 # The strategies, and the grammar of layouts, in which tp and pp are parts of a name.
 NAMES_STRATEGIES = ("kvrsim/strategies/", "kvrsim/layout.py")

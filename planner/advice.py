@@ -23,19 +23,10 @@ from kvrsim.results.results import NEAR, Advice
 from kvrsim.scenario import Scenario
 from kvrsim.strategies import Strategy
 from kvrsim.units import format_tokens
-from planner.candidates import (
-    FIRST_SHARE,
-    Candidate,
-    ComparedStrategies,
-    Search,
-    all_for,
-    could_fit,
-    first_s,
-    rare_for,
-    search_all,
-)
+from planner.candidates import Candidate, ComparedStrategies, Search, all_for, could_fit, rare_for, search_all
 from planner.estimate import estimate_s
 from planner.limits import OPERATIONS
+from planner.work import first_s
 
 _SMALL_TYPE = "fp8"  # type with the fastest matrix products
 _FAST_KERNEL = "flash"  # the fastest attention kernel
@@ -104,7 +95,7 @@ def advice_of(best: Candidate, ranked: Sequence[Candidate], search: Search, *, i
             not_tried.append(change.options)
         if not affordable:
             continue
-        first_simulations_s = sum(map(first_s, affordable)) / FIRST_SHARE
+        first_simulations_s = sum(map(first_s, affordable))
         options = SearchArgs(stride=search.options.stride, search_budget=budget_s + first_simulations_s)
         compared = ComparedStrategies(executions=tuple(affordable), limited=True)
         by_name = search_all(compared, replace(quiet, options=options)).by_name

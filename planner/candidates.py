@@ -19,7 +19,6 @@ from kvrsim.compile import columns, pipeline_computes_s, program_of
 from kvrsim.errors import ABSENT, InputError
 from kvrsim.execution import Execution
 from kvrsim.executors.access import execution_of, prefix_accesses
-from kvrsim.executors.chain import Chain
 from kvrsim.executors.run import Run, Runner, run_partition
 from kvrsim.memory import RankMemory, fits, largest_of_even_chunks, memory_of
 from kvrsim.model.mixers import Recurrence
@@ -27,7 +26,7 @@ from kvrsim.notes import note
 from kvrsim.once import once
 from kvrsim.program import Program, computes_s, waited_s
 from kvrsim.progress import OnProgress
-from kvrsim.results.results import NotTried
+from kvrsim.results.results import NEAR, NotTried
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import (
     CHUNKED,
@@ -45,46 +44,24 @@ from kvrsim.strategies.pipeline import context_ranks
 from kvrsim.units import format_bytes
 from planner.deploy_engines import deploy_engine, engines_with
 from planner.estimate import estimate_s
-from planner.search.minimise import Allowance
+from planner.search.minimise import MOST_GAIN, Allowance
 from planner.search.search import SearchResult, search
 from planner.uncertainty.intervals import Interval, interval_of
 from planner.uncertainty.sensitivities import Sensitivities, sensitivities
+from planner.work import first_s, has_many_errors, work_of
 
 if TYPE_CHECKING:
     from kvrsim.results.results import Limit
     from kvrsim.results.timeline import Timeline
 
 ROUGH = "rough"  # name of the method if the pieces were not searched
-_MOST_GAIN = {"search": 0.1, "searched-pieces": 0.15}  # largest share of TTFT that a search is assumed to gain
-_MOST_GAIN_OF_CHAIN = 0.001  # largest assumed gain of a search over a chain's analytical plan with a proven bound
-# Modelled CPU seconds of one core of 2026, fitted by hand to plans of 8 to 1024 GPUs. benchmarks/defaults.py measures
-# the CPU time of whole plans that follows from them.
-_SECONDS_A_MESSAGE = 1.5e-4  # a message on a bus, where each one is simulated
-_SECONDS_A_LINK = 1e-3  # a message of a chain on a bus, with the plan of its chunks
-_SECONDS_A_PASS = 5e-5  # a piece in a stage of a pipeline on a bus, for all partitions of a batch; for each, a tenth
-_SECONDS_A_PAIR = 5e-6  # a message between any two ranks
-_SECONDS_A_ROUND = 4e-8  # a rank's part in a round of a ring or of an all-gather
-_SECONDS_A_BLOCK = 6e-4  # a rank's operations in a kind of layer
-_SECONDS_AN_EXCHANGE = 1.4e-5  # a pair of ranks that exchange tokens for their experts
-_SECONDS_A_STAGE = 5e-4  # a rank of a pipeline
-_SECONDS_A_PIPELINE_STEP = 1e-4  # a step of all stages, for all partitions of a round
-_SECONDS_A_STEP = 1e-5  # a layer of a piece, in a pipeline that loads a cached prefix
-_SEVERAL_KINDS = 15.0  # factor on the seconds of a pipeline whose layers differ
-_SECONDS_A_LAYER = 2e-5  # a rank's layer with its messages, if layers differ
-_SECONDS_A_SPREAD_LAYER = 1.3e-4  # the same, if ranks exchange tokens for their experts
-_SECONDS_A_BALANCE = 1.2e-3  # a rank's chunk of balanced ones, for each kind of layer
-_SIMULATIONS_OF_ERRORS = 5.0  # simulations that take as long as those of the sources of a prediction's error
-_LEAST_GAIN = 0.02  # a rare strategy is tried if its estimate is shorter than the best TTFT by more than this share
 _FAR = 1.5  # a strategy that takes long to simulate is tried if its estimate is at most this many times the best TTFT
 _TOO_LONG = "one simulation takes longer than --search-budget allows"
-_RARE = f"at most {100 * _LEAST_GAIN:.0f} % faster by an estimate; --strategies NAME tries them"
+_RARE = f"at most {100 * (NEAR - 1):.0f} % faster by an estimate; --strategies NAME tries them"
 _OUTSIDE_ALL = "not among all; --strategies NAME tries them"
 _SLOW = f"more than {_FAR:g} times as slow by an estimate; --strategies NAME tries them"
 _TOO_LARGE = "they need more memory than a GPU may use"
-_EQUAL_LAYERS = 8  # layers of one kind that are simulated until times advance steadily
-FIRST_SHARE = 3.0  # share of the search budget for first simulations that take long
-_CHEAP_S = 0.3  # strategies whose first simulation takes less are always compared
-_CHEAP_ERRORS_S = 0.1  # sources of errors are simulated if all their simulations of a strategy take less
+_CHEAP_S = 0.1  # modelled CPU seconds: strategies whose first simulation takes less are always compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,8 +169,7 @@ class Candidate:
         """
         if self.execution.cluster.shares_bandwidth:
             return False
-        work_s = sum(_work(self.execution, len(self.partition.chunk_lens)))
-        return _SIMULATIONS_OF_ERRORS * work_s > _CHEAP_ERRORS_S
+        return has_many_errors(self.execution, len(self.partition.chunk_lens))
 
     @cached_property
     def sensitivities(self) -> Sensitivities:
@@ -309,49 +285,58 @@ class Search:
     cluster_gpus: int | None = None  # GPUs of the whole cluster; None: those that take part
 
     def candidate(self, execution: Execution, warm_start: Partition | None = None) -> Candidate:
-        """The execution with its best partition. warm_start: the best partition of KVR's chain."""
-        choice = self.choose_partition(execution, warm_start)
-        if isinstance(choice, Partition):
-            return Candidate(execution=execution, partition=choice)
-        with_layers = execution.by(choice.execution.strategy)
-        return Candidate(execution=with_layers, partition=choice.partition, search=choice)
+        """The execution with the given partition, checked; else an even one, one from a table, or a searched one.
 
-    def choose_partition(self, execution: Execution, warm_start: Partition | None = None) -> Partition | SearchResult:
-        """The given partition, checked; else an even one, one from a table, or the result of a search.
-
-        Raises InputError for a strategy without its table, and for a partition that does not fit.
+        warm_start: the best partition of KVR's chain. Raises InputError for a strategy without its table, and for a
+        partition that does not fit.
         """
         partition = None if self.partition is None else _check_partition(self.partition, execution)
-        if execution.strategy.partition_rule == "searched-pieces":
-            return self._choose_pieces(execution, partition)
-        if partition is not None:
-            return partition
-        match execution.strategy.partition_rule:
-            case "pieces":
-                from planner.search.pipeline import search_even_pieces
+        rule = execution.strategy.partition_rule
+        if rule == "searched-pieces":
+            found = self._pieces(execution, partition)
+        elif partition is not None:
+            return Candidate(execution=execution, partition=partition)
+        elif rule == "pieces":
+            found = self._even_pieces(execution)
+        elif rule == "search":
+            found = self._chunks(execution, warm_start)
+        elif rule == "table":
+            return Candidate(execution=execution, partition=self._look_up(execution))
+        else:
+            even = Partition.even(execution.request.new_tokens, execution.cluster.num_gpus)
+            return Candidate(execution=execution, partition=even)
+        with_layers = execution.by(found.strategy)
+        return Candidate(execution=with_layers, partition=found.partition, search=found)
 
-                return search_even_pieces(execution, self.on_progress)
-            case "search":
-                alone = execution.strategy.group_size == 1
-                method = self.options.method
-                return search(
-                    execution,
-                    method=method if alone or method == "analytical" else "auto",
-                    stride=self.options.stride if alone else None,
-                    warm_start=warm_start,
-                    on_progress=self.on_progress,
-                    allowance=self.allowance,
-                )
-            case "table":
-                return self._look_up(execution)
-        return Partition.even(execution.request.new_tokens, execution.cluster.num_gpus)
+    def _chunks(self, execution: Execution, warm_start: Partition | None) -> SearchResult:
+        """Searched chunks. Ranks of several GPUs have no grid search and no stride of the user's."""
+        method = self.options.method
+        stride = self.options.stride
+        if execution.strategy.group_size != 1:
+            stride = None
+            if method == "grid":
+                method = "auto"
+        return search(
+            execution,
+            method=method,
+            stride=stride,
+            warm_start=warm_start,
+            on_progress=self.on_progress,
+            allowance=self.allowance,
+        )
 
-    def _choose_pieces(self, execution: Execution, given: Partition | None) -> SearchResult:
+    def _even_pieces(self, execution: Execution) -> SearchResult:
+        """The best number of even pieces."""
+        from planner.search.pipeline import search_even_pieces  # imported only for pipelines
+
+        return search_even_pieces(execution, self.on_progress)
+
+    def _pieces(self, execution: Execution, given: Partition | None) -> SearchResult:
         """The given pieces, or searched ones, with the best layers of the stages for these pieces.
 
         The layers follow from the pieces alone, so the pieces of an answer give the same answer again.
         """
-        from planner.search.pipeline import search_pipeline, with_step_time
+        from planner.search.pipeline import search_pipeline, with_step_time  # imported only for pipelines
 
         execution = with_step_time(execution, "mean")
         if given is not None:
@@ -376,8 +361,7 @@ class Search:
 
 def partition_of(execution: Execution, partition: Sequence[int] | None = None) -> Partition:
     """The given partition, checked, or the strategy's own; see Search."""
-    choice = Search(partition=partition).choose_partition(execution)
-    return choice if isinstance(choice, Partition) else choice.partition
+    return Search(partition=partition).candidate(execution).partition
 
 
 def _check_partition(partition: Sequence[int], execution: Execution) -> Partition:
@@ -494,101 +478,106 @@ def search_all(compared: ComparedStrategies, search: Search) -> Comparison:
 
     While nothing fits, the budget does not count: all strategies are tried, the rare ones as well.
     """
-    limited = compared.limited and search.options.method == "auto"
-    trial = _first_candidates(compared, search, limited=limited)
-    unsearched = _search_the_likeliest(trial) if limited else ()
+    trial = _Trial(compared, search)
+    trial.run_all()
+    unsearched = trial.search_the_likeliest()
     groups = trial.not_tried.items() if trial.any_fits else ()
     not_tried = tuple(NotTried(strategies=tuple(names), why=why) for why, names in groups)
     return Comparison(trial.by_name, unsearched, not_tried)
 
 
-def _first_candidates(compared: ComparedStrategies, search: Search, *, limited: bool) -> _Trial:
-    """A candidate of each strategy, rough if limited; and strategies that could fit and are not tried.
-
-    If limited, strategies whose first simulation takes long, and the rare ones, are tried only where an estimate says
-    that they could be among the fastest, those with the shortest estimate first.
-    """
-    trial = _Trial(compared, search, limited)
-    long = list[Execution]()
-    for execution in compared.executions:
-        if limited and first_s(execution) > _CHEAP_S:
-            long.append(execution)
-        else:
-            trial.run(execution)
-    if limited:
-        trial.run_the_likely(long, _FAR, _SLOW)
-        if trial.any_fits:
-            trial.run_the_likely(compared.rare, 1 - _LEAST_GAIN, _RARE)
-    else:
-        for execution in compared.rare:
-            trial.leave_out(execution, _OUTSIDE_ALL)
-    if not trial.any_fits:
-        for execution in filter(could_fit, compared.rare):
-            trial.run(execution)
-    if not trial.any_fits and limited and compared.misfits:
-        trial.run(compared.misfits[0])  # the nearest of those that cannot fit
-    return trial
-
-
 class _Trial:
-    """The first candidate of one strategy after another, and the strategies that are left out."""
+    """The first candidate of one strategy after another, the searches after it, and strategies that are left out."""
 
-    def __init__(self, compared: ComparedStrategies, search: Search, limited: bool) -> None:
+    def __init__(self, compared: ComparedStrategies, search: Search) -> None:
         self.compared = compared
         self.search = search
-        self.limited = limited
+        self.limited = compared.limited and search.options.method == "auto"
         self.by_name: dict[str, Candidate] = {}
         self.not_tried: dict[str, list[str]] = {}  # names of strategies, by the reason
-        self.left_s = FIRST_SHARE * search.options.search_budget  # for simulations that take long
-        self.for_searches_s = search.options.search_budget
+        self.too_long = list[Execution]()  # likely ones, whose first simulation takes longer than the budget allows
+        self.left_for_long_s = search.options.search_budget  # for first simulations that take long
+        self.left_for_searches_s = search.options.search_budget
+
+    def run_all(self) -> None:
+        """Make a candidate of each strategy; if limited, of those that could be among the fastest.
+
+        If limited, strategies whose first simulation takes long, and the rare ones, are tried only where an estimate
+        says that they could be among the fastest, those with the shortest estimate first.
+        """
+        long = list[Execution]()
+        for execution in self.compared.executions:
+            if self.limited and first_s(execution) > _CHEAP_S:
+                long.append(execution)
+            else:
+                self.run(execution)
+        if not self.limited:
+            for execution in self.compared.rare:
+                self.leave_out(execution, _OUTSIDE_ALL)
+        else:
+            self.run_the_likely(long, _FAR, _SLOW)
+            self.run_the_needed()
+            if self.any_fits:
+                self.run_the_likely(self.compared.rare, 1 / NEAR, _RARE)
+        if not self.any_fits:
+            for execution in filter(could_fit, self.compared.rare):
+                self.run(execution)
+        if not self.any_fits and self.limited and self.compared.misfits:
+            self.run(self.compared.misfits[0])  # the nearest of those that cannot fit
+        for execution in self.too_long:
+            self.leave_out(execution, _TOO_LONG)
 
     @property
     def any_fits(self) -> bool:
         """Whether any candidate fits in memory."""
         return any(one.fits for one in self.by_name.values())
 
+    @cached_property
+    def has_engine(self) -> dict[str, bool]:
+        """Whether the engine has a strategy (without an engine: whether any has), by the strategy's name."""
+        engine = self.search.engine
+        has = engine.has if engine else engines_with
+        return {one.strategy.name: bool(has(one)) for one in (*self.compared.executions, *self.compared.rare)}
+
+    def to_beat_s(self, *, of_engine: bool) -> float:
+        """The least TTFT that fits, of all strategies or of those that the engine has; infinite if there is none."""
+        rivals = [name for name in self.by_name if self.has_engine.get(name, False) or not of_engine]
+        return min((self.by_name[name].ttft_s for name in rivals if self.by_name[name].fits), default=math.inf)
+
     def run(self, execution: Execution) -> None:
         """Make the strategy's candidate."""
         strategy = execution.strategy
-        by_name = self.by_name
-        is_rough = self.limited and strategy.partition_rule in _MOST_GAIN
-        if strategy.name == KVR_S.name and first_s(execution) <= _CHEAP_S and self.for_searches_s > 0:
-            is_rough = False
-        if is_rough:
-            by_name[strategy.name] = _rough(execution, by_name)
-        elif self.limited and strategy.name == KVR_S.name:
-            by_name[strategy.name] = self._searched_chain(execution)
+        is_searched = strategy.partition_rule in ("search", "searched-pieces")
+        is_fast = first_s(execution) <= _CHEAP_S and not execution.cluster.shares_bandwidth
+        if not self.limited or not is_searched:
+            candidate = self.search.candidate(execution, self.partition_of_chain(strategy))
+        elif strategy.name == KVR_S.name and self.left_for_searches_s > 0 and is_fast:
+            candidate = self.searched(execution)
         else:
-            by_name[strategy.name] = self.search.candidate(execution, _chain(by_name, strategy))
+            candidate = _rough(execution, self.by_name)
+        self.by_name[strategy.name] = candidate
         if self.search.on_candidate is not None:
-            self.search.on_candidate(by_name[strategy.name])
+            self.search.on_candidate(candidate)
         if self.search.on_progress is not None:
-            number = max(len(by_name), len(self.compared.executions))
-            self.search.on_progress(len(by_name), None, f"{strategy.name} ({len(by_name)} of {number})")
+            done = len(self.by_name)
+            number = max(done, len(self.compared.executions))
+            self.search.on_progress(done, None, f"{strategy.name} ({done} of {number})")
 
-    def _searched_chain(self, execution: Execution) -> Candidate:
-        """The candidate of KVR's chain, whose search may take half of the budget."""
-        work = _work(execution, execution.cluster.num_gpus)
-        half_s = self.for_searches_s / 2
-        allowance = Allowance(left_s=half_s, each_s=work.partition_s, program_s=work.program_s)
-        candidate = replace(self.search, allowance=allowance).candidate(execution)
-        self.for_searches_s -= half_s - allowance.left_s
+    def searched(self, execution: Execution, to_beat_s: float = math.inf) -> Candidate:
+        """The candidate with a searched partition; the search may take half of the budget that is left."""
+        half_s = self.left_for_searches_s / 2
+        allowance = Allowance(left_s=half_s, to_beat_s=to_beat_s)
+        limited = replace(self.search, allowance=allowance)
+        candidate = limited.candidate(execution, self.partition_of_chain(execution.strategy))
+        self.left_for_searches_s -= half_s - allowance.left_s
         return candidate
 
-    def run_within_budget(self, execution: Execution) -> None:
-        """Make the candidate, at the expense of the budget."""
-        self.left_s -= first_s(execution)
-        self.run(execution)
-
-    def has_time_for(self, execution: Execution, *, is_needed: bool = False) -> bool:
-        """Whether the budget allows the first simulation; if not, the strategy is left out.
-
-        is_needed: whether the budget does not count, as long as nothing fits.
-        """
-        if first_s(execution) <= self.left_s or is_needed or not self.any_fits:
-            return True
-        self.leave_out(execution, _TOO_LONG)
-        return False
+    def partition_of_chain(self, strategy: Strategy) -> Partition | None:
+        """The partition of KVR's chain over the same ranks, if the chain is compared; else None."""
+        chain = self.by_name.get(chain_like(strategy).name)
+        if chain is None or chain.search is None:
+            return None
+        return chain.partition
 
     def leave_out(self, execution: Execution, why: str) -> None:
         """Leave out a strategy that could fit."""
@@ -599,28 +588,60 @@ class _Trial:
 
         why: the reason for which the others are left out.
         """
-        has_engine = _engine_has(self.compared, self.search.engine)
         by_strategy = {execution.strategy.name: execution for execution in executions}
         likely_s = {name: _likely_s(execution, self.by_name) for name, execution in by_strategy.items()}
         rare_names = {execution.strategy.name for execution in self.compared.rare}
         left = sorted(by_strategy, key=likely_s.__getitem__)
         while left:
-            to_beat_s = {has: _to_beat_s(has, self.by_name, has_engine) for has in (False, True)}
+            to_beat_s = {of_engine: self.to_beat_s(of_engine=of_engine) for of_engine in (False, True)}
             # The likeliest first; as long as the engine has none that fits, those that it has.
-            name = min(left, key=lambda name: likely_s[name] / to_beat_s[has_engine[name]])
+            name = min(left, key=lambda name: likely_s[name] / to_beat_s[self.has_engine[name]])
             left.remove(name)
             execution = by_strategy[name]
             is_rare = name in rare_names
-            rival_s = to_beat_s[has_engine[name]]
-            if likely_s[name] > most * rival_s:
+            if likely_s[name] > most * to_beat_s[self.has_engine[name]]:
                 self.leave_out(execution, why)
             elif is_rare and not could_fit(execution):
                 self.leave_out(execution, _TOO_LARGE)
-            elif self.has_time_for(execution, is_needed=rival_s == math.inf):
-                self.run_within_budget(execution)
+            elif first_s(execution) > self.left_for_long_s:
+                self.too_long.append(execution)
+            else:
+                self.left_for_long_s -= first_s(execution)
+                self.run(execution)
                 if is_rare and not self.by_name[name].fits:
                     del self.by_name[name]
                     self.leave_out(execution, _TOO_LARGE)
+
+    def run_the_needed(self) -> None:
+        """Make candidates at any expense until one fits, and one that the engine has; those that take least first."""
+        for of_engine in (False, True):
+            for execution in sorted(self.too_long, key=first_s):
+                is_rival = self.has_engine[execution.strategy.name] or not of_engine
+                if is_rival and self.to_beat_s(of_engine=of_engine) == math.inf:
+                    self.too_long.remove(execution)
+                    self.run(execution)
+
+    def search_the_likeliest(self) -> tuple[str, ...]:
+        """Search strategies that could be the best, the likeliest first; return those that the budget leaves out."""
+        if not self.limited:
+            return ()
+        unsearched = list[str]()
+        executions = {one.strategy.name: one for one in (*self.compared.executions, *self.compared.rare)}
+        rough = [one for one in self.by_name.values() if is_rough(one) and one.fits]
+        for one in sorted(rough, key=_least_s):
+            name = one.strategy.name
+            to_beat_s = self.to_beat_s(of_engine=self.has_engine[name])
+            if _least_s(one) > to_beat_s:
+                continue
+            if self.left_for_searches_s <= work_of(one.execution, len(one.partition.chunk_lens)).program_s:
+                unsearched.append(name)
+                continue
+            candidate = self.searched(executions[name], to_beat_s)
+            if candidate.fits and candidate.ttft_s <= one.ttft_s:
+                self.by_name[name] = candidate
+                if self.search.on_candidate is not None:
+                    self.search.on_candidate(candidate)
+        return tuple(unsearched)
 
 
 def _likely_s(execution: Execution, by_name: dict[str, Candidate]) -> float:
@@ -639,68 +660,15 @@ def _likely_s(execution: Execution, by_name: dict[str, Candidate]) -> float:
     return chain.ttft_s * min(1.0, estimate_s(execution) / estimate_s(chain.execution))
 
 
-def _engine_has(compared: ComparedStrategies, engine: ForEngine | None) -> dict[str, bool]:
-    """Whether the engine has a strategy (without an engine: whether any has), by the strategy's name."""
-    has = engine.has if engine else engines_with
-    return {one.strategy.name: bool(has(one)) for one in (*compared.executions, *compared.rare)}
-
-
-def _to_beat_s(of_engine: bool, by_name: dict[str, Candidate], has_engine: dict[str, bool]) -> float:
-    """The least TTFT that fits, of all strategies or of those that the engine has; infinite if there is none."""
-    rivals = [name for name in by_name if has_engine.get(name, False) or not of_engine]
-    return min((by_name[name].ttft_s for name in rivals if by_name[name].fits), default=math.inf)
-
-
-def _search_the_likeliest(trial: _Trial) -> tuple[str, ...]:
-    """Search strategies that could be the best, the likeliest first; return those that the budget leaves unsearched."""
-    compared = trial.compared
-    search = trial.search
-    by_name = trial.by_name
-    left_s = trial.for_searches_s
-    unsearched = list[str]()
-    executions = {one.strategy.name: one for one in (*compared.executions, *compared.rare)}
-    has_engine = _engine_has(compared, search.engine)
-    for one in sorted((one for one in by_name.values() if is_rough(one) and one.fits), key=_least_s):
-        to_beat_s = _to_beat_s(has_engine[one.strategy.name], by_name, has_engine)
-        if _least_s(one) > to_beat_s:
-            continue
-        if left_s <= 0:
-            unsearched.append(one.strategy.name)
-            continue
-        execution = executions[one.strategy.name]
-        strategy = execution.strategy
-        work = _work(one.execution, len(one.partition.chunk_lens))
-        if work.program_s > left_s:
-            unsearched.append(one.strategy.name)
-            continue
-        allowance = Allowance(left_s=left_s / 2, each_s=work.partition_s, program_s=work.program_s, to_beat_s=to_beat_s)
-        candidate = replace(search, allowance=allowance).candidate(execution, _chain(by_name, strategy))
-        assert candidate.search is not None
-        left_s -= left_s / 2 - allowance.left_s
-        if candidate.fits and candidate.ttft_s <= one.ttft_s:
-            by_name[strategy.name] = candidate
-            if search.on_candidate is not None:
-                search.on_candidate(candidate)
-    return tuple(unsearched)
-
-
 def _least_s(one: Candidate) -> float:
     """The least TTFT that a search is assumed to find: the rough partition's TTFT minus the largest expected gain.
 
     On a shared bus, rough chunks are far from the best ones.
     """
+    rough_s = one.ttft_s
     if one.strategy.partition_rule == "search" and one.execution.cluster.shares_bandwidth:
-        from planner.search.bus import plan_on_a_bus  # not imported at every start
-
-        return plan_on_a_bus(one.execution)[1] * (1 - _MOST_GAIN["search"])
-    proven = one.strategy.chains and one.execution.placed.chain_is_proven  # the analytical plan is then nearly the best
-    return one.ttft_s * (1 - (_MOST_GAIN_OF_CHAIN if proven else _MOST_GAIN[one.strategy.partition_rule]))
-
-
-def _chain(by_name: dict[str, Candidate], strategy: Strategy) -> Partition | None:
-    """The partition of KVR's chain over the same ranks, if the chain is compared; else None."""
-    chain = by_name.get(chain_like(strategy).name)
-    return None if chain is None or chain.search is None else chain.partition
+        rough_s = estimate_s(one.execution)
+    return rough_s * (1 - MOST_GAIN)
 
 
 def _rough(execution: Execution, by_name: dict[str, Candidate]) -> Candidate:
@@ -708,98 +676,26 @@ def _rough(execution: Execution, by_name: dict[str, Candidate]) -> Candidate:
     strategy = execution.strategy
     chain = by_name.get(chain_like(strategy).name)
     if strategy.chains and chain is not None:  # this strategy may split attention calls where that is faster
-        assert chain.search is not None
-        of_chain = replace(chain.search.report, method=ROUGH, evaluations=0)
-        alike = replace(chain, execution=execution, search=replace(chain.search, report=of_chain))
+        alike = _unsearched(replace(chain, execution=execution))
         if alike.ttft_s >= chain.ttft_s:
             return alike
     if strategy.partition_rule == "search":
         return Search(options=SearchArgs(method="analytical")).candidate(execution)
     even = get_strategy(replace(strategy.degrees, pieces="even").name)
-    pieces = (by_name.get(even.name) or Search().candidate(execution_of(execution.scenario, even))).partition
-    unsearched = Search(partition=pieces.chunk_lens).candidate(execution)
-    assert unsearched.search is not None
-    report = replace(unsearched.search.report, method=ROUGH)
-    return replace(unsearched, search=replace(unsearched.search, report=report))
+    known = by_name.get(even.name) or Search().candidate(execution_of(execution.scenario, even))
+    return _unsearched(Search(partition=known.partition.chunk_lens).candidate(execution))
+
+
+def _unsearched(one: Candidate) -> Candidate:
+    """The candidate, whose report says that its partition was not searched."""
+    assert one.search is not None
+    report = replace(one.search.report, method=ROUGH)
+    return replace(one, search=replace(one.search, report=report))
 
 
 def is_rough(one: Candidate) -> bool:
     """Whether the candidate's partition could be searched, but was not."""
     return one.search is not None and one.search.report.method in ("analytical", ROUGH)
-
-
-class _Work(NamedTuple):
-    """Modelled CPU seconds of simulations on one core of 2026."""
-
-    program_s: float  # for each batch of partitions, which share a program
-    partition_s: float  # for each partition of a batch
-
-
-def _work(execution: Execution, pieces: int) -> _Work:
-    """The modelled work of a strategy's simulations; pieces: their number, for pipelines."""
-    ranks = execution.cluster.num_gpus
-    layers = execution.placed.share.num_hidden_layers
-    if execution.cluster.shares_bandwidth and _only_passes(execution):
-        batch_s = _SECONDS_A_PASS * ranks * pieces
-        return _Work(batch_s, batch_s / 10)
-    if execution.cluster.shares_bandwidth:
-        messages = layers * ranks * (1 if execution.strategy.chains else ranks)
-        seconds = _SECONDS_A_LINK if execution.strategy.chains else _SECONDS_A_MESSAGE
-        return _Work(seconds * messages, 3e-7 * messages)
-    if execution.strategy.is_pipeline:
-        if execution.placed.prefix_access_plan.source is not None:  # loads of a cached prefix: one program per layout
-            return _Work(_SECONDS_A_STAGE * ranks, _SECONDS_A_STEP * layers * (pieces + ranks))
-        partition_s = _SECONDS_A_PIPELINE_STEP * (pieces + ranks) / min(max(4096 // pieces, 48), 192)
-        if len(execution.placed.share.layer_kinds) > 1:
-            partition_s *= _SEVERAL_KINDS
-        return _Work(_SECONDS_A_STAGE * ranks, partition_s)
-    kinds = len(execution.placed.share.layer_kinds)
-    if execution.strategy.partition_rule != "search" and not execution.strategy.chains:
-        rounds = min(layers, _EQUAL_LAYERS) if kinds == 1 else layers
-        pair_s = _SECONDS_A_ROUND * rounds
-        if not execution.placed.chain_is_proven:
-            pair_s += _SECONDS_AN_EXCHANGE
-        return _Work(pair_s * ranks * ranks + _SECONDS_A_BLOCK * kinds * ranks, 0.0)
-    if Chain.suits(execution, execution.cluster):
-        return _Work(0.0, 1e-6 * ranks)
-    of_layers = _Work((_SECONDS_A_LAYER * layers + _SECONDS_A_BLOCK * kinds) * ranks, 8e-6 * ranks)
-    if not execution.placed.chain_is_proven:
-        of_layers = _Work(_SECONDS_A_SPREAD_LAYER * layers * ranks, 8e-6 * ranks)
-    if execution.strategy.chains:
-        return of_layers
-    attending = sum(
-        not isinstance(layer.mixer, Recurrence) for layer in execution.placed.share.layers if layer.mixer is not None
-    )
-    pairs = attending * ranks * ranks
-    return _Work(of_layers.program_s + _SECONDS_A_PAIR * pairs, of_layers.partition_s + 2e-8 * pairs)
-
-
-def _only_passes(execution: Execution) -> bool:
-    """Whether all messages are those that a stage of a pipeline sends to the next one."""
-    return execution.strategy.is_pipeline and context_ranks(execution.strategy) == 1
-
-
-@once
-def first_s(execution: Execution) -> float:
-    """Modelled CPU seconds of the first simulation of a strategy; of a pipeline, of all its numbers of even pieces."""
-    ranks = execution.cluster.num_gpus
-    pieces = min(execution.request.new_tokens, ranks)
-    work = _work(execution, pieces)
-    is_bus = execution.cluster.shares_bandwidth
-    if execution.strategy.partition_rule == "search" and not execution.strategy.near_chain and not is_bus:
-        return sum(work) + _SECONDS_A_BALANCE * ranks * len(execution.placed.share.layer_kinds)
-    if not execution.strategy.is_pipeline or (is_bus and not _only_passes(execution)):
-        return sum(work)
-    if is_bus:
-        from planner.search.pipeline import piece_numbers  # imported only for pipelines
-
-        numbers = piece_numbers(execution)
-        if execution.strategy.partition_rule == "searched-pieces":  # begins with the best number of even pieces
-            return _SECONDS_A_PASS * ranks * max(numbers)
-        return _SECONDS_A_PASS * ranks * sum(numbers)
-    steps = 2 * pieces + ranks * pieces.bit_length()  # of all numbers of pieces: 1, 2, 4, ...
-    kinds = _SEVERAL_KINDS if len(execution.placed.share.layer_kinds) > 1 else 1.0
-    return max(sum(work), _SECONDS_A_PIPELINE_STEP * kinds * steps)
 
 
 def could_fit(execution: Execution) -> bool:

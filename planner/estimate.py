@@ -30,9 +30,31 @@ Edges = Mapping[Path, int]  # the paths between neighbours on a ring of ranks, a
 def estimate_s(execution: Execution) -> float:
     """About the TTFT of even chunks or pieces, seconds: the work of the ranks, without the time that they wait.
 
-    Chunks that are searched are taken to balance the work of all ranks. Ranks on a bus have a fair share of it.
+    Chunks that are searched are taken to balance the work of all ranks. Ranks on a bus have a fair share of it. Of a
+    chain's waits, the longest is counted: a message of keys and values that passes along all ranks. A chain on a bus is
+    taken to use the number of last ranks for which the work and the bus end earliest.
     """
-    return float(estimates_s(execution, execution.placed.cost)[0])
+    even_s = float(estimates_s(execution, execution.placed.cost)[0])
+    strategy = execution.strategy
+    num_ranks = execution.cluster.num_gpus
+    if execution.cluster.shares_bandwidth and (strategy.chains or strategy.near_chain):
+        hop_s = sum(_message_bytes(execution)) / execution.cluster.link.bandwidth_bytes_per_s
+        return min(max(even_s * num_ranks / used, (used - 1) * hop_s) for used in range(1, num_ranks + 1))
+    if strategy.chains and num_ranks > 1:
+        nbytes = np.array([max(_message_bytes(execution), default=0.0)])
+        edges = _edges(execution, num_ranks)
+        even_s += sum(count * (float(path.busy_s(nbytes)[0]) + path.latency_s) for path, count in edges.items())
+    return even_s
+
+
+def _message_bytes(execution: Execution) -> list[float]:
+    """Bytes of a mean message of keys and values in each layer of a chain; none if nothing is prefilled."""
+    placed = execution.placed
+    if not has_prefill(placed):
+        return []
+    middle = np.array([placed.request.cached_prefix + placed.request.new_tokens / 2])
+    by_kind = [float(costs.forwarded_kv_bytes(middle)[0]) for costs in placed.layer_costs()]
+    return [by_kind[kind] for kind in placed.share.layer_kind_index]
 
 
 def estimates_s(execution: Execution, cost: CostModel, num_columns: int = 1) -> Array:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # files are read without importing the planner
     from planner.candidates import Candidate
 
 SCHEMA_VERSION = 1
-_FEW_PIPELINES = 1000  # most simulations per grid point to improve pieces
+_PIECES_S = 0.1  # modelled CPU seconds per grid point to improve pieces: about 1000 simulations
 _EXPOSED = 0.05  # exposed communication / TTFT without it; above this, balanced chunks may be far from the best
 
 
@@ -28,8 +28,7 @@ def quick_candidate(execution: Execution) -> Candidate:
     from planner.search.search import search
 
     if execution.strategy.partition_rule != "search":
-        few = Allowance(left_s=_FEW_PIPELINES, each_s=1.0)  # a unit of work is a simulation
-        return Search(allowance=few).candidate(execution)
+        return Search(allowance=Allowance(left_s=_PIECES_S)).candidate(execution)
     result = search(execution, method="analytical")
     balanced = Candidate(execution=execution, partition=result.partition, search=result)
     even = Partition.even(execution.request.new_tokens, execution.cluster.num_gpus)

@@ -16,15 +16,16 @@ from kvrsim.executors.run import Runner
 from kvrsim.program import Array
 from kvrsim.progress import OnProgress
 from kvrsim.units import format_seconds
+from planner.work import work_of
+
+MOST_GAIN = 0.15  # largest share of TTFT that a search is assumed to gain over its start, if its budget is limited
 
 
 @dataclass(slots=True)
 class Allowance:
-    """The modelled work that a search may do, counted in partitions, so that all machines stop at the same one."""
+    """The modelled work that a search may do (planner.work), so that all machines stop at the same partition."""
 
     left_s: float
-    each_s: float  # estimated time per partition on one core of 2026
-    program_s: float = 0.0  # estimated time per batch of partitions
     to_beat_s: float = math.inf  # TTFT to beat: the search may end when it cannot find a shorter one
 
 
@@ -75,7 +76,7 @@ class Evaluator:
                 parts.append(np.full(block.shape[1], np.inf))
                 continue
             parts.append(runner.finish_s(block, last_only=True, enough_s=enough_s, stage_layers=layers)[-1])
-            self._count(len(parts[-1]), float(parts[-1].min()))
+            self._count(len(parts[-1]), len(block), float(parts[-1].min()))
         return np.concatenate(parts)
 
     def report(self) -> None:
@@ -89,13 +90,14 @@ class Evaluator:
         """TTFT of one partition; its ranks' finish times stay in `finish_s`."""
         finish_s = self.runner.finish_s(np.array([chunks], dtype=float).T)[:, 0]
         self.finish_s[chunks] = tuple(map(float, finish_s))
-        self._count(1, self.finish_s[chunks][-1])
+        self._count(1, len(chunks), self.finish_s[chunks][-1])
         return self.finish_s[chunks][-1]
 
-    def _count(self, number: int, least_s: float) -> None:
-        """Count and report evaluations; least_s: the least of their TTFTs."""
+    def _count(self, number: int, pieces: int, least_s: float) -> None:
+        """Count and report partitions of a number of chunks or pieces; least_s: the least of their TTFTs."""
         if self.allowance is not None:
-            self.allowance.left_s -= self.allowance.program_s + self.allowance.each_s * number
+            work = work_of(self.execution, pieces)
+            self.allowance.left_s -= work.program_s + work.partition_s * number
         self.evaluations += number
         self.best_s = min(self.best_s, least_s)
         self.report()

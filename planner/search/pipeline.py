@@ -33,6 +33,7 @@ from kvrsim.strategies import Step as PipelineStep
 from kvrsim.strategies.layers import layer_ops
 from kvrsim.strategies.pipeline import context_ranks, even_layers
 from planner.search.minimise import (
+    MOST_GAIN,
     Allowance,
     Boundaries,
     Evaluator,
@@ -50,7 +51,6 @@ PAGE = 64  # tokens; pieces end at multiples of this number, which engines' page
 MOST_A_STAGE = 64  # pieces per stage; with 64, filling and emptying the stages takes less than 1.6 % of TTFT
 _GAIN = 0.002  # least relative gain in TTFT from doubling even pieces
 _STARTS = 4  # descents that begin: with 1, the worst of 50 random questions loses 4.9 % of TTFT, with 4 it loses 2.1 %
-_MOST_GAIN = 0.1  # largest share of TTFT that descents are assumed to gain over the best start
 _TRIAL_ROUNDS = 8  # rounds after which only the best descent goes on; full descents lose as much in as much time
 _ROUNDS = 48  # most rounds of a descent, which ends when its smallest step gains nothing
 _POINTS = 129  # points of the context at which the time of a piece is computed
@@ -209,8 +209,8 @@ def _best_even_pieces(evaluator: Evaluator) -> tuple[Partition, float]:
     if context > tokens:
         raise InputError("strategies", execution.strategy.name, f"at most one context rank per token, here {tokens}")
     numbers = piece_numbers(execution)
-    if cluster.shares_bandwidth and context > 1:
-        # All ranks gather at the same time, so links with a rank's share of the bus find the number quickly.
+    if cluster.shares_bandwidth and cluster.num_gpus > 1:
+        # All ranks send at the same time, so links with a rank's share of the bus find the number quickly.
         share = cluster.link.bandwidth_bytes_per_s / cluster.num_gpus
         linked = execution.on(execution.placed.with_own_links(share))
         number = len(_best_even_pieces(Evaluator(linked))[0].chunk_lens)
@@ -263,7 +263,7 @@ class _PipelineSearch:
             return self._descend(start, moves_pieces=False)
         starts = self._starts()
         best, best_s = starts[0]
-        if best_s * (1 - _MOST_GAIN) > self._to_beat_s:
+        if best_s * (1 - MOST_GAIN) > self._to_beat_s:
             self.method = "rough"
             return best, best_s
         tried = [self._descend(start, moves_pieces=True, rounds=_TRIAL_ROUNDS) for start, _ in starts]
@@ -342,10 +342,15 @@ class _PipelineSearch:
         return np.asarray(np.stack(seconds)[np.array(self.execution.placed.share.layer_kind_index)])
 
     def _on_own_links(self, given: Row | None) -> Row:
-        """The best row for separate links, each with a fair share of the bus; this search takes little time."""
+        """The best row for separate links, each with a fair share of the bus: its simulations take little time."""
         flows = max(1, self.num_stages - 1)
         linked = self.execution.placed.with_own_links(self.execution.cluster.link.bandwidth_bytes_per_s / flows)
         run = _PipelineSearch(self.execution.on(linked), self.stride, self.least)
+        allowance = self.evaluator.allowance
+        if allowance is not None:
+            half_s = allowance.left_s / 2
+            run.evaluator.allowance = replace(allowance, left_s=half_s)
+            allowance.left_s = half_s
         row, _ = run.run(given)
         self.evaluator.evaluations += run.evaluator.evaluations
         return row
