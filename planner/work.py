@@ -26,14 +26,14 @@ _EQUAL_LAYERS = 8  # layers of one kind that are simulated until times advance s
 _FEW_ERRORS_S = 0.0125  # a simulation of all ranks that takes longer is not repeated for each source of errors
 
 
-class Work(NamedTuple):
+class ModelledWork(NamedTuple):
     """Modelled CPU seconds of simulations."""
 
     program_s: float  # for each batch of partitions, which share a program
     partition_s: float  # for each partition of a batch
 
 
-def work_of(execution: Execution, pieces: int) -> Work:
+def work_of(execution: Execution, pieces: int) -> ModelledWork:
     """The modelled work of a strategy's simulations; pieces: their number, for pipelines."""
     strategy = execution.strategy
     placed = execution.placed
@@ -50,10 +50,10 @@ def work_of(execution: Execution, pieces: int) -> Work:
     if strategy.is_pipeline:
         program_s = _BLOCK_S * ranks + _STEP_S * kinds * (pieces + ranks)
         if placed.prefix_access_plan.source is not None:  # a program for each layout of the stages
-            return Work(0.0, program_s)
+            return ModelledWork(0.0, program_s)
         return _shared(program_s)
     if Chain.suits(execution, execution.cluster):
-        return Work(0.0, _CHAIN_S * ranks)
+        return ModelledWork(0.0, _CHAIN_S * ranks)
     program_s = _BLOCK_S * kinds * ranks
     if strategy.chains or strategy.partition_rule == "search":
         program_s += _LAYER_S * layers * ranks
@@ -65,9 +65,9 @@ def work_of(execution: Execution, pieces: int) -> Work:
     return _shared(program_s)
 
 
-def _shared(program_s: float) -> Work:
+def _shared(program_s: float) -> ModelledWork:
     """The work of partitions that are simulated together."""
-    return Work(program_s, _SHARE_OF_PARTITION * program_s)
+    return ModelledWork(program_s, _SHARE_OF_PARTITION * program_s)
 
 
 @once
