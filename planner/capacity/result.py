@@ -72,9 +72,9 @@ def replications_interval(ttft_s: Sequence[Array], percentile: float) -> Ends:
     value_s = percentile_of(np.concatenate(ttft_s), percentile)
     if len(values) < 2 or not np.isfinite(values).all():
         return None
-    from scipy.stats import t as student
+    from scipy.special import stdtrit
 
-    half_s = float(student.ppf((1 + LEVEL) / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values)))
+    half_s = float(stdtrit(len(values) - 1, (1 + LEVEL) / 2) * values.std(ddof=1) / math.sqrt(len(values)))
     mean_s = float(values.mean())
     return max(0.0, min(mean_s - half_s, value_s)), max(mean_s + half_s, value_s)
 
