@@ -119,7 +119,7 @@ def _simulated(runs: Sequence[Mapping[str, str]], setting: Mapping[str, str], mo
             engine=setting["engine"],
         )
         execution = place(scenario, get_strategy("single" if tp == 1 else "tp"))
-        times = StepTimes.of(execution, BUDGET, 2 * (longest + outputs))
+        times = StepTimes.of(execution, BUDGET, 2 * (longest + outputs), mean + outputs // 2)
     except InputError:  # GPUs and models that kvrsim does not place
         return
     shortest = 2 * mean / longest - 1  # prompts are uniform between this share of the longest and the longest

@@ -57,15 +57,17 @@ class StepTimes:
     host_s: float  # seconds in which the host issues a step with pieces of prompts
     tokens_s: list[float]  # seconds of a step with pieces, without attention and logits, by number of tokens
     head_s: list[float]  # seconds of the logits, by number of sequences that have one
-    decode_s: list[float]  # seconds of a step without prompts and with empty caches, by number of sequences
+    decode_s: list[float]  # seconds of a step without prompts, extrapolated to empty caches, by number of sequences
     key_s: list[float]  # seconds per token in the caches, by number of sequences that decode
     prefixes: tuple[int, ...]  # prefixes for which attention is tabulated
     attention_s: list[list[float]]  # seconds of a piece's attention in all layers: [prefix][tokens]
 
     @classmethod
-    def of(cls, execution: Execution, budget: int, longest: int) -> StepTimes:
+    def of(cls, execution: Execution, budget: int, longest: int, cached: int | None = None) -> StepTimes:
         """Tabulate the times; longest: tokens of the longest sequence.
 
+        cached: tokens in the cache of a usual sequence that decodes, around which steps are linear in the tokens of the
+        caches, although windows and chosen keys limit how many tokens attention reads; None: a quarter of the longest.
         Raises InputError if the engine's TTFT includes a decode step: the record then has no time of a step without it.
         """
         placed = execution.placed
@@ -94,7 +96,7 @@ class StepTimes:
             pieces = (count * _device_s(op) for count, op in layers(float(prefix)) if _is_per_piece(op))
             attention_s.append(_with_zero(sum(pieces, 0 * tokens)))
         most = min(MOST_SEQUENCES, budget)
-        decode_s, key_s = _decode_steps(execution, most, longest)
+        decode_s, key_s = _decode_steps(execution, most, cached or max(1, longest // 4))
         return cls(
             strategy=execution.strategy.name,
             budget=budget,
@@ -178,19 +180,35 @@ class StepTimes:
         return below_s + share * (above_s - below_s)
 
 
-def _decode_steps(execution: Execution, most: int, longest: int) -> tuple[list[float], list[float]]:
-    """Seconds of a decode step with empty caches, and per token in the caches, for 0 to `most` sequences."""
+def usual_cache(context_len: Lengths, output_tokens: Lengths) -> int:
+    """Tokens in the cache of a usual sequence that decodes: the mean over all decode steps, rounded to a power of two.
+
+    Rounded, so that growing traffic has the same tables. 1 if no request decodes.
+    """
+    steps = int(output_tokens.sum())
+    if not steps:
+        return 1
+    tokens = float((output_tokens * (context_len + output_tokens / 2)).sum())
+    return 1 << round(math.log2(tokens / steps))
+
+
+def _decode_steps(execution: Execution, most: int, cached: int) -> tuple[list[float], list[float]]:
+    """Seconds of a decode step, extrapolated to empty caches, and per token in the caches, for 0 to `most` sequences.
+
+    Both come from steps of sequences with half and with twice the usual number of cached tokens.
+    """
     numbers = [1 << power for power in range(most.bit_length())]
     if numbers[-1] < most:
         numbers.append(most)
-    keys = max(longest, 2)
+    few = max(cached // 2, 1)
+    many = max(2 * cached, 2)
     empty_s: list[float] = []
     key_s: list[float] = []
     for number in numbers:
-        shortest_s = step_s(execution.placed, number, 1)
-        slope_s = (step_s(execution.placed, number, keys) - shortest_s) / (number * (keys - 1))
+        few_s = step_s(execution.placed, number, few)
+        slope_s = (step_s(execution.placed, number, many) - few_s) / (number * (many - few))
         key_s.append(slope_s)
-        empty_s.append(shortest_s - number * slope_s)
+        empty_s.append(few_s - number * few * slope_s)
     sequences = np.arange(most + 1)
     return np.interp(sequences, numbers, empty_s).tolist(), np.interp(sequences, numbers, key_s).tolist()
 

@@ -34,7 +34,7 @@ from kvrsim.strategies import STRATEGIES, Strategy, get_strategy, hybrid_names, 
 from kvrsim.strategies.pipeline import context_ranks
 from planner.candidates import all_for, distinct
 from planner.capacity.fleet import WHOLE, GroupType, Overlap, Service
-from planner.capacity.steps import ACCEPTED, BUDGET, StepTimes, takes_steps
+from planner.capacity.steps import ACCEPTED, BUDGET, StepTimes, takes_steps, usual_cache
 from planner.capacity.transfer import Transfer, cache_bytes
 from planner.capacity.work import Work
 from planner.capacity.workload import Lengths, Workload
@@ -540,13 +540,20 @@ class ServiceTimes:
     """Times of one scenario's groups, for the lengths of a workload; computed on first use."""
 
     def __init__(
-        self, scenario: Scenario, points: GridPoints, policy: StrategyPolicy, budget: int = BUDGET, longest: int = 2**17
+        self,
+        scenario: Scenario,
+        points: GridPoints,
+        policy: StrategyPolicy,
+        budget: int = BUDGET,
+        longest: int = 2**17,
+        cached: int | None = None,
     ) -> None:
         self.scenario = scenario
         self.points = points
         self.policy = policy
         self.budget = budget  # most tokens of a step that requests share
         self.longest = longest  # tokens of the longest sequence in steps that requests share
+        self.cached = cached  # tokens in the cache of a usual sequence that decodes; None: see StepTimes.of
         self._steps: dict[int, StepTimes | None] = {}  # by GPUs of a group
         self.lengths = np.array(points.lengths, dtype=np.int64)
         self.prefixes = points.prefixes
@@ -587,7 +594,7 @@ class ServiceTimes:
             strategy = get_strategy("single" if num_gpus == 1 else "tp")
             with suppress(InputError):  # the heads are not divisible by the size, or the group would span nodes
                 execution = place(self._for_steps(num_gpus), strategy)
-                self._steps[num_gpus] = StepTimes.of(execution, self.budget, self.longest)
+                self._steps[num_gpus] = StepTimes.of(execution, self.budget, self.longest, self.cached)
         return self._steps[num_gpus]
 
     def _for_steps(self, num_gpus: int) -> Scenario:
@@ -829,15 +836,18 @@ def service_times(
     points = GridPoints.of(workloads)
     longest = max(int((workload.context_len + workload.output_tokens).max()) for workload in workloads)
     longest = _power_above(longest)  # so that growing traffic, with a few longer requests, has the same tables
+    contexts = np.concatenate([workload.context_len for workload in workloads])
+    cached = usual_cache(contexts, np.concatenate([workload.output_tokens for workload in workloads]))
     if earlier is not None and earlier.is_for(points):
         same = earlier.under(policy)
-        if same.longest != longest:
+        if (same.longest, same.cached) != (longest, cached):
             same.longest = longest
+            same.cached = cached
             same._steps = {}
         return same
     if policy.packs:
-        return StepServiceTimes(scenario, points, policy, budget, longest)
-    return ServiceTimes(scenario, points, policy, budget, longest)
+        return StepServiceTimes(scenario, points, policy, budget, longest, cached)
+    return ServiceTimes(scenario, points, policy, budget, longest, cached)
 
 
 def simulated_lengths(least: int, most: int) -> Lengths:

@@ -20,7 +20,7 @@ from kvrsim.errors import InputError
 from kvrsim.executors.access import execution_of
 from kvrsim.strategies import get_strategy
 from planner.capacity.serving import StepRequests
-from planner.capacity.steps import BUDGET, StepTimes
+from planner.capacity.steps import BUDGET, StepTimes, usual_cache
 from planner.capacity.transfer import cache_bytes
 from validate.statements.arithmetic import sizes_of
 from validate.statements.claims import Claim, Options, arguments_of
@@ -196,7 +196,8 @@ def _shared_steps_ttft_s(case: FleetCase, group: Mapping[str, Any], rows: Rows) 
     )[0]
     execution = execution_of(scenario, get_strategy(group["strategy"]))
     longest = int((case.requests[:, 1] + case.requests[:, 2]).max())
-    times = StepTimes.of(execution, BUDGET, 1 << (longest - 1).bit_length())  # as tabulated for the answer
+    cached = usual_cache(case.requests[:, 1], case.requests[:, 2])
+    times = StepTimes.of(execution, BUDGET, 1 << (longest - 1).bit_length(), cached)  # as tabulated for the answer
     nbytes = cache_bytes(execution.placed.share, tokens + outputs, scenario.request.dtype_bytes)
     fits = nbytes <= times.room_bytes
     requests = StepRequests(

@@ -111,7 +111,8 @@ def test_of_fleets_of_one_price_that_which_serves_more_is_the_answer(tmp_path: P
 
 @pytest.fixture(scope="module")
 def priced() -> CapacityPlan:
-    return kvrsim.capacity(**ON, **SMALL, requests=SYNTHETIC, tpot="20ms", price_per_gpu_hour="1=2.5,2=3")
+    question = ON | SMALL | {"slo_ttft": "0.4s", "tpot": "14ms"}  # some fleets are safe and some are not
+    return kvrsim.capacity(**question, requests=SYNTHETIC, price_per_gpu_hour="1=2.5,2=3")
 
 
 def test_all_forms_have_one_price(priced: CapacityPlan) -> None:

@@ -21,7 +21,7 @@ from kvrsim.model.load import load_model
 from kvrsim.scenario import Partition
 from kvrsim.strategies import get_strategy
 from planner.capacity.serving import LateLimit, StepRequests, StepRun, run_steps
-from planner.capacity.steps import StepTimes
+from planner.capacity.steps import StepTimes, usual_cache
 from planner.capacity.times import StrategyPolicy
 from planner.capacity.transfer import Transfer
 from planner.decode import decoding_rank, step_s
@@ -137,6 +137,20 @@ def test_a_step_takes_as_long_as_the_same_work_in_a_simulation(name: str, gpus: 
         assert times.decoding_s(1, batch, batch * context) == pytest.approx(step_s(rank, batch, context), rel=0.01)
     steps = times.steps_in(0.5, 24, 24 * 3000)
     assert times.decoding_s(steps - 1, 24, 24 * 3000) < 0.5 <= times.decoding_s(steps, 24, 24 * 3000)
+
+
+@pytest.mark.parametrize("model", ["mistral-7b", "gpt-oss-20b"])
+def test_steps_of_sequences_with_windows(model: str) -> None:
+    """Windows limit what attention reads: steps around the usual length of a cache take as long as steps in full."""
+    scenario, _ = make_scenario(ctx=4096, gpus=1, model=model, cluster="h100-nvlink", engine="vllm")
+    rank = decoding_rank(scenario, 1)
+    context_len = np.array([1000, 9000, 14000])
+    usual = usual_cache(context_len, np.array([500, 200, 300]))
+    assert usual == 8192
+    times = StepTimes.of(place(scenario, get_strategy("single")), 512, 32768, usual)
+    for batch in (1, 64):
+        for keys in (usual // 2, usual, 2 * usual):
+            assert times.decoding_s(1, batch, batch * keys) == pytest.approx(step_s(rank, batch, keys), rel=0.03)
 
 
 def test_what_cannot_share_steps_is_refused() -> None:
