@@ -22,6 +22,7 @@ from kvrsim.results.results import (
     Advice,
     Bounds,
     ChainBound,
+    GridCheck,
     Limit,
     NoiseReport,
     NotTried,
@@ -48,6 +49,7 @@ from planner.candidates import (
 from planner.deploy_engines import engines_with, launching_engine
 from planner.promise import promise_of
 from planner.search.bound import lower_bound_s
+from planner.search.minimise import Evaluator
 from planner.search.search import search
 from planner.uncertainty.intervals import (
     coverage_notes_of,
@@ -69,6 +71,9 @@ if TYPE_CHECKING:
 MOST_SPANS = 200_000  # maximum number of spans of all timelines except the first; a browser handles this number
 MOST_OF_A_TIE = 1.5  # a strategy that takes more than this many times as long is no tie, whatever the errors
 _SAME = 1e-9  # relative difference of two executors' TTFTs that is rounding
+_MOST_GRID_RANKS = (
+    8  # most GPUs of the grid as a check: it simulates a million partitions, with a further GPU five times as many
+)
 _LEAST_GAIN = 0.0005  # smaller gains are printed as 0.0 %
 
 
@@ -144,6 +149,10 @@ class _Comparison:
     @cached_property
     def bounds(self) -> Bounds:
         return self.ranking.bounds()
+
+    @cached_property
+    def grid_check(self) -> GridCheck | None:
+        return self.ranking.grid_check()
 
     @cached_property
     def _advised(self) -> Advised:
@@ -392,6 +401,17 @@ class Ranking:
             gap=kvr.ttft_s / lower_s - 1 if self._compares_kvr and lower_s is not None else None,
             best=_chain_bound(self.best, lower_s),
         )
+
+    def grid_check(self) -> GridCheck | None:
+        """Search KVR-S's partition with the paper's grid, too; None: no pattern search, or the grid is slow."""
+        kvr = next((one for one in self.candidates if one.strategy.name == KVR_S.name and one.fits), None)
+        if kvr is None or kvr.search is None or kvr.search.report.method != "auto":
+            return None
+        is_small = 1 < kvr.execution.cluster.num_gpus <= _MOST_GRID_RANKS
+        if not is_small or not Evaluator(kvr.execution).is_fast:
+            return None
+        grid = search(kvr.execution, method="grid")
+        return GridCheck(ttft_s=grid.ttft_s, searched_s=kvr.ttft_s, evaluations=grid.report.evaluations)
 
     def search_report(self) -> SearchReport:
         """The method of KVR-S's search (or of the first search), and the effort of all searches together."""

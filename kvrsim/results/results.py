@@ -362,6 +362,15 @@ class SearchReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GridCheck:
+    """What the paper's hierarchical grid search finds for KVR-S, beside the search that a plan used."""
+
+    ttft_s: float  # of the grid's best partition
+    searched_s: float  # TTFT of the plan's partition
+    evaluations: int  # number of partitions that the grid simulated
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NoiseReport:
     """The noise under which a plan ranks its strategies."""
 
@@ -439,6 +448,8 @@ class PlanSource(Protocol):
     @property
     def bounds(self) -> Bounds: ...
     @property
+    def grid_check(self) -> GridCheck | None: ...
+    @property
     def advice(self) -> tuple[Advice, ...]: ...
     @property
     def as_fast(self) -> Advice | None: ...
@@ -482,6 +493,11 @@ class Plan(Answer):
     def bounds(self) -> Bounds:
         """Bounds on the TTFT of KV-Runahead chains."""
         return self.source.bounds
+
+    @property
+    def grid_check(self) -> GridCheck | None:
+        """The paper's grid search of KVR-S's partition; None: it is no check, or takes longer than a few seconds."""
+        return self.source.grid_check
 
     @property
     def advice(self) -> tuple[Advice, ...]:

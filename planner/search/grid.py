@@ -92,7 +92,7 @@ class Grid:
         while True:
             best = center
             for candidates in self._combinations(center, stride, window):
-                ttft_s = self.evaluate(candidates)
+                ttft_s = self.evaluate(candidates, best_s)
                 least_s = float(ttft_s.min())
                 if least_s < best_s:
                     best = _nearest(candidates[ttft_s == least_s], center)

@@ -247,8 +247,13 @@ def _saved_plan(args: PlannedArgs, options: ConfirmArgs) -> SavedPlan | None:
         if plan is None:
             raise InputError("plan", options.plan, "a plan that kvrsim plan -o FILE wrote")
         return plan
-    if isinstance(args.model, str) and Path(args.model).is_file():
-        return SavedPlan.read(args.model)
+    if not isinstance(args.model, str):
+        return None
+    file = Path(args.model)
+    if file.name == "config.json":
+        return None
+    if file.is_file() or file.suffix == ".json":
+        return SavedPlan.read(args.model, "plan")
     return None
 
 

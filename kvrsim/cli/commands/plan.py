@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import click
@@ -90,8 +91,8 @@ def plan(
 
     def screen(plan: Plan) -> list[lines.Part]:
         parts = plan_screen(plan, explain=output.explain)
-        if plan.feasible:
-            parts.append(lines.facts(*next_rows(str(args.model), output.output)))
+        if plan.feasible and not plan.measured_s:
+            parts.append(lines.facts(*next_rows(str(args.model), args.profile, output.output)))
         return parts
 
     if deployment is not None and not output.json:
@@ -181,12 +182,20 @@ def _engine(deploy: DeployArgs) -> ForEngine | None:
     return ForEngine(name, only=deploy.only_deployable is not None)
 
 
-def next_rows(model: str, file: str | None) -> Iterator[lines.Row]:
-    """The commands that measure the plan on its GPUs. file: where the plan is written; None: nowhere yet."""
+def next_rows(model: str, profile: object, file: str | None) -> Iterator[lines.Row]:
+    """The commands that measure the plan on its GPUs, with the plan's profile if that is a file of the user.
+
+    file: where the plan is written; None: nowhere yet.
+    """
+    is_calibrated = isinstance(profile, str) and Path(profile).is_file()
     label = "next:"
     if file is None:
-        yield label, "the same command with -o plan.json keeps the plan; these two measure it on your GPUs:"
+        commands = "this measures it" if is_calibrated else "these two measure it"
+        yield label, f"the same command with -o plan.json keeps the plan; {commands} on your GPUs:"
         label = ""
+    if is_calibrated:
+        yield label, lines.confirm_command(file or "plan.json", model, str(profile))
+        return
     yield label, lines.ShellCommand(f"kvrsim calibrate all --model {shlex.quote(model)} -o mine.json")
     yield "", lines.confirm_command(file or "plan.json", model, "mine.json")
 
@@ -275,6 +284,11 @@ def _explanation(plan: Plan) -> lines.Facts:
     if search.evaluations:
         partitions = f"{search.evaluations} partition{'s' * (search.evaluations != 1)} simulated"
         effort = f"{search.method}, {partitions} in {format_seconds(search.seconds)}"
+    check = None
+    if plan.grid_check is not None:
+        grid = plan.grid_check
+        check = f"check of kvr-s by the paper's grid search: {grid.evaluations} partitions, "
+        check += f"{format_seconds(grid.ttft_s)} ({grid.ttft_s / grid.searched_s - 1:+.2%})"
     rough_text = None
     rough = [result.strategy for result in plan.strategies if not result.searched]
     if rough:
@@ -293,6 +307,7 @@ def _explanation(plan: Plan) -> lines.Facts:
         *_kvr(plan),
         ("critical path:", ", ".join(f"{part.operation} {part.share:.0%}" for part in plan.limits)),
         ("search:", effort),
+        ("", check),
         ("", rough_text),
         ("others:", others),
         *_noise_rows(plan),

@@ -20,7 +20,7 @@ from kvrsim.executors.batch import run_batch
 from kvrsim.io.schema import JsonObject
 from kvrsim.kernels.profile import load_profile
 from kvrsim.model.load import read_config
-from kvrsim.program import Compute, Program
+from kvrsim.program import Compute, Program, Send
 from kvrsim.scenario import Partition, Scenario
 from kvrsim.strategies import STRATEGIES
 from tests.building import examples, executed
@@ -86,6 +86,76 @@ def test_a_chain_is_slower_by_at_most_what_its_ranks_lose(share: float, message_
     before_s, after_s = simulated_s(plain, "kvr-e"), simulated_s(slowed, "kvr-e")
     calls = 4 * 2 * plain.model.num_hidden_layers * message_s
     assert before_s * (1 - 1e-12) <= after_s <= before_s / (1 - share) + calls + 1e-12
+
+
+def with_pending_sends(program: Program, scenario: Scenario, share: float) -> tuple[float, float]:
+    """TTFT of a chain, and the seconds in which sends wait, if a sender loses this share of its rate meanwhile.
+
+    As in the runtime, a rank posts the receive of a layer when it has received the layer before.
+    """
+    last = program.num_ranks - 1
+    arrives_s = np.zeros(last + 2)
+    posted_s = np.zeros(last + 2)
+    left_s = np.zeros(last + 1)
+    reached_s = [_seconds_before(program, rank) for rank in range(last + 1)]
+    waited_s = 0.0
+    num_layers = len(program.layer_kind_index)
+    for layer in range(num_layers):
+        got_s = np.zeros(last + 2)
+        for rank in range(last + 1):
+            got_s[rank] = max(reached_s[rank], arrives_s[rank])
+            ready_s = got_s[rank] + _append_s(program, rank)
+            begins_s = ready_s
+            if rank < last:
+                begins_s = max(ready_s, posted_s[rank + 1], left_s[rank])
+                left_s[rank] = begins_s + _message_s(program, scenario, rank)
+                arrives_s[rank + 1] = left_s[rank]
+                waited_s += begins_s - ready_s
+            work_s = layer_s(program, rank) - _append_s(program, rank)
+            if layer == num_layers - 1:
+                work_s -= _seconds_before(program, rank)
+            done_s = min(work_s, (begins_s - ready_s) * (1 - share))
+            reached_s[rank] = ready_s + done_s / (1 - share) + work_s - done_s
+        posted_s = got_s
+    return reached_s[last], waited_s
+
+
+def _seconds_before(program: Program, rank: int) -> float:
+    """Seconds of a layer before its receive."""
+    return float(program.layers[0][rank][0].device_s[0])  # type: ignore[union-attr]
+
+
+def _append_s(program: Program, rank: int) -> float:
+    """Seconds of a layer between its receive and its send."""
+    return float(
+        next(op.device_s[0] for op in program.layers[0][rank] if isinstance(op, Compute) and op.kind == "append")
+    )
+
+
+def _message_s(program: Program, scenario: Scenario, rank: int) -> float:
+    """Seconds of the rank's message."""
+    path = scenario.cluster.path(rank, rank + 1)
+    nbytes = next(op.nbytes for op in program.layers[0][rank] if isinstance(op, Send))
+    return float(path.busy_s(nbytes)[0]) + path.latency_s
+
+
+@pytest.mark.parametrize(("shares", "waits"), [((1, 1, 1, 1), True), ((0.351, 0.251, 0.205, 0.193), False)])
+def test_a_send_that_waits_costs_no_ttft(shares: tuple[float, ...], waits: bool) -> None:
+    """So only pending receives are measured: a sender waits where it is more than a layer ahead of its receiver."""
+    scenario = scenario_of(4)
+    chunks = [np.array([float(round(8192 * share / sum(shares)))]) for share in shares]
+    program = build_program(executed(scenario, STRATEGIES["kvr-s"]), chunks)
+    free_s, waited_s = with_pending_sends(program, scenario, 0.0)
+    assert (waited_s > free_s) == waits, "over all layers and ranks"
+    assert free_s == pytest.approx(simulated_chain_s(program, scenario), rel=0.02), (
+        "without the work outside the layers"
+    )
+    for share in (0.1, 0.3, 0.6):
+        assert with_pending_sends(program, scenario, share)[0] == pytest.approx(free_s, rel=1e-9)
+
+
+def simulated_chain_s(program: Program, scenario: Scenario) -> float:
+    return float(run_batch(program, scenario.cluster)[-1, 0])
 
 
 def test_two_ranks_time_a_layer_alone_and_beside_a_receive_that_waits() -> None:

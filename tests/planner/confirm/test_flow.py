@@ -69,7 +69,7 @@ def test_from_a_calibration_to_the_second_token(tmp_path: Path, monkeypatch: pyt
     question = (*model, "--profile", "here.json", "--gpus", "2", "--ctx", "96")
     code, text, errors = said(["plan", *question, "--strategies", "kvr-s,kvr-b,tsp", "-o", "plan.json"])
     assert code == 0, errors
-    assert "kvrsim confirm --plan plan.json --model checkpoint --profile mine.json" in " ".join(text.split())
+    assert "kvrsim confirm --plan plan.json --model checkpoint --profile here.json" in " ".join(text.split())
     plan = json.loads(Path("plan.json").read_text())
     for one in plan["strategies"]:
         if one["strategy"] == "kvr-b":
@@ -92,8 +92,9 @@ def test_from_a_calibration_to_the_second_token(tmp_path: Path, monkeypatch: pyt
 
 
 MISTAKES = [
-    (("confirm", "other.json"), "--model: got 'other.json', accepted: a plan that kvrsim plan -o FILE wrote"),
-    (("confirm", "profile.json"), "--model: got 'profile.json', accepted: a plan that kvrsim plan -o FILE wrote"),
+    (("confirm", "other.json"), "--plan: got 'other.json', accepted: a plan that kvrsim plan -o FILE wrote"),
+    (("confirm", "profile.json"), "--plan: got 'profile.json', accepted: a plan that kvrsim plan -o FILE wrote"),
+    (("confirm", "absent.json"), "--plan: got 'absent.json', accepted: "),
     (("confirm", "--plan", "model.json"), "--plan: got 'model.json', accepted: a plan"),
     (("confirm", "plan.json"), "--model: got 'model', accepted: the path of the plan's model"),
     (("confirm", "plan.json", "--gpus", "3"), "--gpus: got '3', accepted: 2, as in plan.json"),

@@ -28,7 +28,7 @@ class Counted:
         self.objective = objective
         self.calls: list[Boundaries] = []
 
-    def __call__(self, boundaries: Boundaries) -> Array:
+    def __call__(self, boundaries: Boundaries, enough_s: float = math.inf, /) -> Array:
         self.calls.append(boundaries)
         return np.array([self.objective(*row) for row in boundaries], dtype=float)
 
@@ -133,7 +133,9 @@ def test_the_grid_is_as_good_as_the_search_in_use(gpus: int, ctx: str) -> None:
 
 def test_equal_times_leave_boundaries_where_they_are() -> None:
     """Ties go to the centre, so that no rank is starved where its chunk does not matter."""
-    boundaries, _ = Grid(num_tokens=4096, num_ranks=4, evaluate=lambda rows: np.ones(len(rows))).search(16)
+    boundaries, _ = Grid(
+        num_tokens=4096, num_ranks=4, evaluate=lambda rows, enough_s=math.inf: np.ones(len(rows))
+    ).search(16)
     assert boundaries == (1024, 2048, 3072)
     last_only = Counted(lambda *row: float(abs(row[-1] - 3000)))
     boundaries, _ = Grid(num_tokens=4096, num_ranks=4, evaluate=last_only).search(8)

@@ -56,6 +56,20 @@ def test_the_default_compares_all_that_could_fit() -> None:
     assert everything.best.strategy == plan.best.strategy
 
 
+@pytest.mark.parametrize(("gpus", "method", "checked"), [(4, "auto", True), (4, "grid", False), (9, "auto", False)])
+def test_the_papers_grid_checks_the_search(
+    gpus: int, method: str, checked: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--gpus", str(gpus), "--ctx", "16k", "--strategies", "kvr-s", "--method", method, "--explain"]
+    text = " ".join(screen(capsys, "plan", *words).split())
+    check = re.search(r"by the paper's grid search: (\d+) partitions, .* \(([+-][0-9.]+)%\)", text)
+    assert (check is not None) is checked
+    if check is not None:
+        grid = answer(capsys, "plan", *words[:-2], "grid")
+        assert int(check[1]) == grid["search"]["evaluations"]
+        assert abs(float(check[2])) <= 0.1
+
+
 @pytest.mark.parametrize("strategies", [["kvr-s"], ["kvr-e"], ["tp2+kvr-s"]])
 def test_a_chain_that_is_best_has_its_own_bound(strategies: list[str]) -> None:
     plan = kvrsim.plan(ctx="4k", gpus=4, strategies=strategies)
