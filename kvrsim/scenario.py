@@ -77,7 +77,7 @@ class Partition:
 
     def __post_init__(self) -> None:
         if set(map(type, self.chunk_lens)) != {int} or min(self.chunk_lens) < 1:
-            accepted = "a chunk of at least 1 token a rank, a whole number"
+            accepted = "a chunk of at least 1 token per rank, a whole number"
             raise InputError("partition", ",".join(map(str, self.chunk_lens)), accepted)
 
     @classmethod
@@ -96,7 +96,7 @@ class Partition:
         """
         text = ",".join(map(str, chunk_lens))
         if len(chunk_lens) != num_ranks:
-            raise InputError("partition", text, f"{num_ranks} chunk lengths, one a GPU")
+            raise InputError("partition", text, f"{num_ranks} chunk lengths, one per GPU")
         if sum(chunk_lens) != num_tokens:
             raise InputError("partition", text, f"chunk lengths that sum to {num_tokens} tokens, not {sum(chunk_lens)}")
         return cls(chunk_lens=tuple(chunk_lens))

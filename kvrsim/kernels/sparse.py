@@ -90,6 +90,8 @@ class SparseCall(NamedTuple):
         """FLOPs of attention without the window: a query attends to at most top_k of the keys that it sees."""
         if self.top_k is None:
             return self.chunk * self.mean_keys * self._key_flops
+        # The mean over the queries of min(keys seen, top_k): the integral of min(x, top_k) from the keys that the first
+        # query sees to those that the last one sees, divided by their difference.
         start = self.prefix / self.compress_ratio
         end = self.keys
         inside_start = np.minimum(start, self.top_k)

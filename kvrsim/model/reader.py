@@ -525,13 +525,11 @@ class _Reader:
         if len(mixers) > 1:
             self.notes.append(f"{' and '.join(mixers)} of one layer are counted as layers in a row")
         # Modules outside the mixers, and the number of the mixer that each belongs to: the last that starts before it.
-        parts: dict[str, nn.Module] = {}
+        parts = {name: part for name, part in layer.named.items() if not any(_inside(name, mixer) for mixer in mixers)}
         numbers: dict[str, int] = {}
-        for name, inner in layer.named.items():
-            if any(_inside(name, mixer) for mixer in mixers):
-                continue
-            parts[name] = inner
-            numbers[name] = sum(order.get(f"{place}.{name}", 0) >= starts[mixer] for mixer in mixers[1:])
+        for name in parts:
+            begins = order.get(f"{place}.{name}", 0)
+            numbers[name] = sum(begins >= starts[mixer] for mixer in mixers[1:])
         norms = [name for name in self._norms(parts, hidden) if name in runs]
         passes = self._hyper(place, parts)
         specs = []

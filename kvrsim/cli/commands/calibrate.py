@@ -558,8 +558,9 @@ def fit_screen(fit: PrefillFit, output: str) -> list[Part]:
         errors.add_row(title, *_shares(error))
     rows = columns("row", ">measured", ">before", ">after", ">left out", ">error left out")
     times_s = zip(fit.measured_s, fit.before_s, fit.solution.after_s, fit.solution.left_out_s, strict=True)
-    for case, seconds in zip(fit.cases, times_s, strict=True):
-        rows.add_row(case, *map(format_seconds, seconds), f"{seconds[3] / seconds[0] - 1:+.1%}")
+    for case, (measured_s, before_s, after_s, left_out_s) in zip(fit.cases, times_s, strict=True):
+        times = map(format_seconds, (measured_s, before_s, after_s, left_out_s))
+        rows.add_row(case, *times, f"{left_out_s / measured_s - 1:+.1%}")
     names = ", ".join(term.prior.name for term in fit.terms if not term.identified)
     engine_fit = fit.engine.fit
     inside = None if engine_fit is None else f"{engine_fit.coverage:.0%} of the rows left out (80 % are meant to be)"

@@ -128,7 +128,7 @@ def test_under_torchrun_one_rank_speaks(folder: Path) -> None:
 
 MISTAKES = [
     (("run", "--strategy", "kvr-e", "--partition", "50,40"), "--partition", "sum to 96 tokens, not 90"),
-    (("run", "--strategy", "kvr-e", "--partition", "90,3,3"), "--partition", "2 chunk lengths, one a GPU"),
+    (("run", "--strategy", "kvr-e", "--partition", "90,3,3"), "--partition", "2 chunk lengths, one per GPU"),
     (("run", "--strategy", "kvr-p"), "--partition", "a partition: run does not read the table of kvr-p"),
     (("run", "--strategy", "ring", "--output-tokens", "3"), "--output-tokens", "its own tokens; others decode: single"),
     (("run", "--strategy", "kvr-e", "--output-tokens", "0"), "--output-tokens", "0"),
