@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from kvrsim.arguments import ScenarioArgs, ScenariosArgs, takes
 from kvrsim.choices import Topology
@@ -48,46 +48,75 @@ DEFAULT_PROFILES = (  # one profile per GPU
 
 def build_scenario(args: ScenarioArgs) -> tuple[Scenario, tuple[str, ...]]:
     """Build the scenario that the arguments describe, and its notes. Raises InputError naming the parameter."""
-    spec = args.model if isinstance(args.model, ModelSpec) else load_model(args.model)
-    own = args.cluster if isinstance(args.cluster, Cluster) or args.cluster is None else load_cluster(args.cluster)
-    profile = None if args.profile in (None, ROOFLINE) else args.profile
-    profile = load_profile(profile) if isinstance(profile, str) else profile
-    cluster = own or _default_cluster(profile)
-    default_notes = _name_notes(args, cluster)
-    if args.profile is None:
-        profile, profile_notes = _default_profile(spec, cluster.gpu)
-        default_notes += profile_notes
-    if cluster.power_limit_w is not None and profile is not None:
-        profile, power_note = _under_power_limit(profile, cluster, is_default=args.profile is None)
-        default_notes += (power_note,)
-    is_measured = profile is not None and profile.cluster is not None
-    if own is None and not is_measured and not any(one.code == "paper" for one in default_notes):
-        default_notes += (note("default cluster", cluster=cluster.name),)
-    cluster = cluster if args.topology is None else replace(cluster, topology=cast(Topology, args.topology))
-    size_notes = () if args.gpus is None else _size_notes(cluster, args.gpus, named=own is not None)
-    cluster = cluster if args.gpus is None else replace(cluster, num_gpus=args.gpus)
-    cluster, link_notes = _with_links(cluster, profile, args.link_bandwidth, args.link_latency)
+    model = args.model
+    if not isinstance(model, ModelSpec):
+        model = load_model(model)
+    machine = _machine_of(args, model)
+    kernel = args.attention
+    if kernel is None:
+        kernel = "flash" if machine.profile is None else machine.profile.attention_kernels[0]
     placement = args.prefix_placement
+    if isinstance(placement, str):
+        placement = PrefixPlacement.parse(placement, "prefix_placement")
     scenario = Scenario(
-        model=spec,
-        cluster=cluster,
+        model=model,
+        cluster=machine.cluster,
         request=Request(
             context_len=args.ctx,
             batch=args.batch,
             cached_prefix=args.cached_prefix,
-            dtype=args.dtype or _dtype_of(spec, cluster, profile),
+            dtype=args.dtype or _dtype_of(model, machine.cluster, machine.profile),
         ),
-        profile=profile,
-        kernel=args.attention or (profile.attention_kernels[0] if profile else "flash"),
+        profile=machine.profile,
+        kernel=kernel,
         memory_fraction=args.memory_fraction,
-        engine=_engine_of(args.engine, profile),
+        engine=_engine_of(args.engine, machine.profile),
         expert_parallel=args.expert_parallel,
         expert_imbalance=args.expert_imbalance,
-        prefix_placement=PrefixPlacement.parse(placement, "prefix_placement")
-        if isinstance(placement, str)
-        else placement,
+        prefix_placement=placement,
     )
-    return scenario, (*default_notes, *size_notes, *notes_on(scenario), *link_notes)
+    return scenario, (*machine.notes, *notes_on(scenario), *machine.link_notes)
+
+
+class _Machine(NamedTuple):
+    """GPUs, their links, and the rates of both."""
+
+    cluster: Cluster
+    profile: CalibrationProfile | None  # None: the datasheet's roofline
+    notes: tuple[str, ...]  # on names, defaults, power and size
+    link_notes: tuple[str, ...]
+
+
+def _machine_of(args: ScenarioArgs, model: ModelSpec) -> _Machine:
+    """The cluster and the profile that the arguments name.
+
+    A cluster that is not named is that of the profile; a profile that is not named is that of the cluster's GPU.
+    """
+    named_cluster = args.cluster
+    if named_cluster is not None and not isinstance(named_cluster, Cluster):
+        named_cluster = load_cluster(named_cluster)
+    profile = args.profile
+    if isinstance(profile, str):
+        profile = None if profile == ROOFLINE else load_profile(profile)
+    cluster = named_cluster or _default_cluster(profile)
+    notes = list(_name_notes(args, cluster))
+    if args.profile is None:
+        profile, profile_notes = _default_profile(model, cluster.gpu)
+        notes += profile_notes
+    if cluster.power_limit_w is not None and profile is not None:
+        profile, power_note = _under_power_limit(profile, cluster, is_default=args.profile is None)
+        notes.append(power_note)
+    is_measured = profile is not None and profile.cluster is not None
+    is_paper = any(one.code == "paper" for one in notes)
+    if named_cluster is None and not is_measured and not is_paper:
+        notes.append(note("default cluster", cluster=cluster.name))
+    if args.topology is not None:
+        cluster = replace(cluster, topology=cast(Topology, args.topology))
+    if args.gpus is not None:
+        notes += _size_notes(cluster, args.gpus, named=named_cluster is not None)
+        cluster = replace(cluster, num_gpus=args.gpus)
+    cluster, link_notes = _with_links(cluster, profile, args.link_bandwidth, args.link_latency)
+    return _Machine(cluster=cluster, profile=profile, notes=tuple(notes), link_notes=link_notes)
 
 
 @takes()
@@ -141,7 +170,7 @@ def _default_cluster(profile: CalibrationProfile | None) -> Cluster:
     return profile.cluster or cluster_of(profile.gpu) or load_cluster(DEFAULT_CLUSTER)
 
 
-def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[str, ...]:
+def _size_notes(cluster: Cluster, gpus: int, *, named: bool) -> tuple[Note, ...]:
     """Return a note if `gpus` is more than the cluster has. Raises InputError if the user named a switched cluster.
 
     A bus, a chain and a number of nodes can grow; a switch has a fixed number of ports.
@@ -230,34 +259,39 @@ def _with_links(
     machine: Cluster, profile: CalibrationProfile | None, bandwidth_bytes_per_s: float | None, latency_s: float | None
 ) -> tuple[Cluster, tuple[str, ...]]:
     """Return the cluster with the profile's measured links, or with those of the user, and a note."""
-    link = machine.link
-    datasheet = link.name
-    measured = profile.links if profile is not None and profile.has_measured(link.like or datasheet) else None
+    datasheet = machine.link.name
+    is_measured = profile is not None and profile.has_measured(machine.link.like or datasheet)
     link_notes: tuple[str, ...] = ()
-    if profile is not None and measured is not None:
-        as_measured = LinkSpec(
-            name=_name_of(datasheet, has_messages=profile.has_times("send_recv")),
-            bandwidth_bytes_per_s=measured.bandwidth_bytes_per_s,
-            latency_s=measured.latency_s,
-            source=link.source,
-            short_bytes_per_s=measured.short_bytes_per_s,
-            gather=measured.gather,
-            all_reduce=measured.all_reduce,
-            profile=profile.name,
-        )
-        if link.like is not None:
-            narrower = load_link(link.like).bandwidth_bytes_per_s / link.bandwidth_bytes_per_s
-            as_measured = scale(as_measured, narrower, only_rates=True)
-        machine = replace(machine, link=as_measured)
+    if profile is not None and is_measured:
+        machine = replace(machine, link=_measured_link(machine.link, profile))
         if not profile.has_times("send_recv") and machine.num_gpus > 1:
             link_notes = (note("links, messages", link=datasheet),)
     if bandwidth_bytes_per_s is not None or latency_s is not None:
         machine = machine.with_link(bandwidth_bytes_per_s=bandwidth_bytes_per_s, latency_s=latency_s)
         return machine, (note("links, given"),)
-    if profile is not None and measured is None and machine.num_gpus > 1:
+    if profile is not None and not is_measured and machine.num_gpus > 1:
         of = profile.links.link if profile.has_measured(profile.links.link) else "none"
         return machine, (note("links, nominal", link=datasheet, profile=profile.name, measured=of),)
     return machine, link_notes
+
+
+def _measured_link(link: LinkSpec, profile: CalibrationProfile) -> LinkSpec:
+    """A link with the profile's measured rates; those of a narrower link of the same kind fall with its bandwidth."""
+    rates = profile.links
+    measured = LinkSpec(
+        name=_name_of(link.name, has_messages=profile.has_times("send_recv")),
+        bandwidth_bytes_per_s=rates.bandwidth_bytes_per_s,
+        latency_s=rates.latency_s,
+        source=link.source,
+        short_bytes_per_s=rates.short_bytes_per_s,
+        gather=rates.gather,
+        all_reduce=rates.all_reduce,
+        profile=profile.name,
+    )
+    if link.like is None:
+        return measured
+    narrower = load_link(link.like).bandwidth_bytes_per_s / link.bandwidth_bytes_per_s
+    return scale(measured, narrower, only_rates=True)
 
 
 def _name_of(datasheet: str, *, has_messages: bool) -> str:

@@ -237,6 +237,7 @@ GpuCount = Annotated[int, Range(least=1, most=MAX_GPUS)]
 LEAST_POWER_SHARE = 0.6  # of a GPU's default power limit; below it, clocks fall faster than Cluster.arithmetic_share
 
 _DATA = pathlib.Path(__file__).parent / "data"
+_OF_OTHER_NODES = ("a800", "h800")  # clusters with the GPUs of others and narrower links
 _SIZE = re.compile(r"(?:([0-9]{1,4})x)?(?:([0-9]{1,5})x)?([a-z][a-z0-9-]*)")  # nodes, GPUs per node, name of GPU
 
 
@@ -430,19 +431,29 @@ def _cluster_of_size(text: str, argument: str, names: tuple[str, ...]) -> Cluste
     A node is the built-in cluster of the GPU. Nodes are joined by InfiniBand of 400 Gb/s per GPU.
     """
     match = _SIZE.fullmatch(text.lower())
-    gpu = match and {"a100": "a100-80gb"}.get(match[3], match[3])
-    if match is None or (gpu not in builtin_gpus() and gpu not in ("a800", "h800")):
+    if match is None:
         return None
-    kinds = [name for name in names if re.fullmatch(rf"{match[3].removesuffix('-80gb')}-(nvlink\d?|pcie)", name)]
-    kinds += [name for name in names if not kinds and load_cluster(name).gpu.name == gpu]
-    node = load_cluster(kinds[0])
-    sizes = [int(one) for one in match.groups()[:2] if one]
-    num_nodes, per_node = sizes if len(sizes) == 2 else (1, sizes[0] if sizes else node.num_gpus)
+    nodes_text, gpus_text, gpu_text = match.groups()
+    gpu = {"a100": "a100-80gb"}.get(gpu_text, gpu_text)
+    if gpu not in builtin_gpus() and gpu not in _OF_OTHER_NODES:
+        return None
+    pattern = re.compile(rf"{gpu_text.removesuffix('-80gb')}-(nvlink\d?|pcie)")
+    of_gpu = [name for name in names if pattern.fullmatch(name)]
+    if not of_gpu:
+        of_gpu = [name for name in names if load_cluster(name).gpu.name == gpu]
+    node = load_cluster(of_gpu[0])
+    num_nodes = 1
+    per_node = node.num_gpus
+    if nodes_text and gpus_text:
+        num_nodes = int(nodes_text)
+        per_node = int(gpus_text)
+    elif nodes_text or gpus_text:  # one number: that of all GPUs
+        per_node = int(nodes_text or gpus_text)
     if per_node > node.num_gpus and num_nodes == 1 and per_node % node.num_gpus == 0:
         num_nodes = per_node // node.num_gpus
         per_node = node.num_gpus
     if not 1 <= per_node <= node.num_gpus or not 1 <= num_nodes * per_node <= MAX_GPUS:
-        raise InputError(argument, text, f"NODESxGPUSx{match[3]} with 1 to {node.num_gpus} GPUs per node")
+        raise InputError(argument, text, f"NODESxGPUSx{gpu_text} with 1 to {node.num_gpus} GPUs per node")
     if num_nodes == 1:
         return replace(node, num_gpus=per_node)
     nodes = replace(node, name=text.lower(), topology="nodes", gpus_per_node=per_node, network=load_link("ib-ndr400"))
