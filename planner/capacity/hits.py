@@ -69,22 +69,21 @@ def times_by_turn(runs: Sequence[FleetRun], percentile: float) -> tuple[TurnTime
     ttft_s = np.concatenate([run.ttft_s for run in runs])
     context_len = np.concatenate([run.workload.context_len for run in runs])
     cached = np.concatenate([run.workload.cached_prefix for run in runs])
+    if number.max() == 1:
+        return ()
     times: list[TurnTimes] = []
-    last = 1
-    first = 1
-    while first <= number.max() > 1:
-        here = (number >= first) & (number <= last) & np.isfinite(ttft_s)
+    bins = np.ceil(np.log2(number)).astype(np.int64)  # turn 1, 2, 3 and 4, 5 to 8, ...
+    for power in range(int(bins.max()) + 1):
+        here = (bins == power) & np.isfinite(ttft_s)
         if here.any():
             times.append(
                 TurnTimes(
-                    first=first,
-                    last=min(last, int(number.max())),
+                    first=(1 << power) // 2 + 1,
+                    last=min(1 << power, int(number.max())),
                     requests=int(here.sum()),
                     hit_rate=float(cached[here].sum() / context_len[here].sum()),
                     p50_ttft_s=percentile_of(ttft_s[here], 50),
                     target_ttft_s=percentile_of(ttft_s[here], percentile),
                 )
             )
-        first = last + 1
-        last *= 2
     return tuple(times)

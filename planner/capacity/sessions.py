@@ -6,6 +6,7 @@ then it is a new text. A turn arrives at its time in the trace; without one, a p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,57 +24,43 @@ _Draw = Callable[[int, np.random.Generator], Array]
 _TIMES = "a time such as 5s, lognormal:MEDIAN:SIGMA, exponential:MEAN or uniform:LOW:HIGH"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SessionRows:
-    """The turns of a trace, with the turns of a session next to each other and in order; arrays of shape (N,)."""
+def grow(
+    session: Numbers, think_s: Array, prompt: Numbers, output: Numbers, is_delta: npt.NDArray[np.bool_]
+) -> tuple[Numbers, Turns, int]:
+    """The tokens of each whole prompt, the turns, and the number of prompts that are new texts; arrays of shape (N,).
 
-    session: Numbers  # number of the session
-    arrival_s: Array  # nan: not in the trace
-    think_s: Array  # pause after the answer before, seconds; nan: not in the trace
-    prompt: Numbers  # tokens of the whole prompt or, if it is_delta, those after the answer before
-    is_delta: npt.NDArray[np.bool_]
-    output: Numbers  # tokens of the answer
-
-    def grow(self) -> tuple[Numbers, Turns, int]:
-        """The tokens of each whole prompt, the turns, and the number of prompts that are new texts."""
-        context: list[int] = []
-        reusable: list[int] = []
-        blocks: list[range] = []
-        restarts = 0
-        text = -1
-        last_session = -1
-        prompt = 0
-        sequence = 0  # tokens of the last prompt and its answer
-        rows = zip(
-            *(column.tolist() for column in (self.session, self.prompt, self.is_delta, self.output)), strict=True
-        )
-        for session, tokens, is_delta, output in rows:
-            if session != last_session:
-                last_session = session
-                prompt = 0
-                sequence = 0
-                text += 1
-            elif not is_delta and tokens < prompt:
-                restarts += 1
-                sequence = 0
-                text += 1
-            if is_delta:
-                shared = sequence
-                prompt = sequence + tokens
-            else:
-                shared = sequence if tokens >= sequence else prompt
-                prompt = tokens
-            if not sequence:
-                shared = 0
-            sequence = prompt + output
-            context.append(prompt)
-            reusable.append(max(0, min(shared, prompt - 1)))
-            first = text * _MOST_BLOCKS
-            blocks.append(range(first, first - (-sequence // BLOCK_TOKENS)))
-        turns = Turns(
-            session=self.session, think_s=self.think_s, reusable=np.array(reusable, dtype=np.int64), blocks=blocks
-        )
-        return np.array(context, dtype=np.int64), turns, restarts
+    The turns of a session are next to each other and in order. prompt: tokens of the whole prompt or, where is_delta,
+    those after the answer before. output: tokens of the answer.
+    """
+    context: list[int] = []
+    reusable: list[int] = []
+    blocks: list[range] = []
+    restarts = 0
+    text = -1
+    last_session = -1
+    before = 0  # tokens of the prompt of the turn before
+    sequence = 0  # tokens of this prompt and its answer
+    rows = (column.tolist() for column in (session, prompt, output, is_delta))
+    for number, tokens, answer, adds in zip(*rows, strict=True):
+        restarts += number == last_session and not adds and tokens < before
+        if number != last_session or (not adds and tokens < before):
+            text += 1
+            before = 0
+            sequence = 0
+        shared = sequence
+        if adds:
+            tokens += sequence
+        elif tokens < sequence:  # a part of the answer is not in the prompt
+            shared = before
+        last_session = number
+        before = tokens
+        sequence = tokens + answer
+        context.append(tokens)
+        reusable.append(max(0, min(shared, tokens - 1)))
+        first = text * _MOST_BLOCKS
+        blocks.append(range(first, first + math.ceil(sequence / BLOCK_TOKENS)))
+    turns = Turns(session=session, think_s=think_s, reusable=np.array(reusable, dtype=np.int64), blocks=blocks)
+    return np.array(context, dtype=np.int64), turns, restarts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,7 +41,7 @@ from kvrsim.io.schema import parse_json
 from kvrsim.program import Array
 from kvrsim.units import MAX_TOKENS, parse_count, parse_number, parse_seconds, parse_share, parse_tokens
 from planner.capacity.prefixes import BLOCK_TOKENS, Turns
-from planner.capacity.sessions import Pace, SessionRows
+from planner.capacity.sessions import Pace, grow
 from planner.percentile import percentile_of
 
 if TYPE_CHECKING:
@@ -277,21 +277,15 @@ class Synthetic:
             raise InputError("requests: turns", f"{turns.sum()} turns", f"at most {MAX_REQUESTS} turns in all")
         session = np.repeat(np.arange(self.requests), turns)
         is_first = np.diff(session, prepend=-1) > 0
-        prompt = self.prompt(len(session), rng)
-        output = self.output(len(session), rng)
-        arrival_s = np.full(len(session), np.nan)
-        prompt[is_first] = first.context_len
-        output[is_first] = first.output_tokens
-        arrival_s[is_first] = first.arrival_s
-        rows = SessionRows(
-            session=session,
-            arrival_s=arrival_s,
-            think_s=np.full(len(session), np.nan),
-            prompt=prompt,
-            is_delta=np.ones(len(session), dtype=bool),
-            output=output,
+        later = first.select(session)
+        none_s = np.full(len(session), np.nan)
+        requests = replace(
+            later,
+            arrival_s=np.where(is_first, later.arrival_s, np.nan),
+            context_len=np.where(is_first, later.context_len, self.prompt(len(session), rng)),
+            output_tokens=np.where(is_first, later.output_tokens, self.output(len(session), rng)),
         )
-        workload, _ = _with_turns(first, rows)
+        workload, _ = _in_sessions(requests, session, none_s, np.ones(len(session), dtype=bool))
         return workload.select(workload.context_len <= self.max)
 
     def _arrivals_s(self, rng: np.random.Generator) -> Array:
@@ -377,18 +371,12 @@ class RequestSource:
         return workload if self.simulates_cache else replace(workload, turns=None)
 
 
-def _with_turns(requests: Workload, rows: SessionRows) -> tuple[Workload, int]:
-    """The turns of sessions in place of the requests, and the number of prompts that are new texts."""
-    context, turns, restarts = rows.grow()
-    workload = replace(
-        requests,
-        arrival_s=rows.arrival_s,
-        context_len=context,
-        cached_prefix=turns.reusable,
-        output_tokens=rows.output,
-        turns=turns,
-    )
-    return workload, restarts
+def _in_sessions(
+    requests: Workload, session: Lengths, think_s: Array, is_delta: npt.NDArray[np.bool_]
+) -> tuple[Workload, int]:
+    """The requests as turns of sessions, and the number of prompts that are new texts; see `grow`."""
+    context, turns, restarts = grow(session, think_s, requests.context_len, requests.output_tokens, is_delta)
+    return replace(requests, context_len=context, cached_prefix=turns.reusable, turns=turns), restarts
 
 
 def _lengths(text: str, argument: str) -> _Draw:
@@ -634,7 +622,7 @@ def _json_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Ite
                 record = None
             if not isinstance(record, dict) or not _is_request(record):
                 raise InputError(f"{source}: line {number}", line, _JSON_LINE)
-            if "turns" not in record:
+            if not isinstance(record.get("turns"), list):
                 yield number, record
                 continue
             session = record.get("session_id") or f"line {number}"
@@ -649,23 +637,17 @@ def _json_records(lines: Iterator[str], source: str) -> tuple[Sequence[str], Ite
 def _is_request(record: Mapping[str, Any]) -> bool:
     """Whether a JSON object is a request of Mooncake, or a turn or a session of AIPerf."""
     turns = record.get("turns")
-    if turns is not None:
-        return isinstance(turns, list) and all(isinstance(turn, dict) and _has_prompt(turn) for turn in turns)
+    if isinstance(turns, list):
+        return all(isinstance(turn, dict) and ("input_length" in turn or _characters(turn)) for turn in turns)
     if record.get("session_id") in (None, ""):
         return set(_MOONCAKE) <= set(record)
     return "input_length" in record
 
 
-def _has_prompt(turn: Mapping[str, Any]) -> bool:
-    return "input_length" in turn or _characters(turn) > 0
-
-
 def _characters(turn: Mapping[str, Any]) -> int:
     """Characters of a turn's text; 0 without a text."""
-    texts = turn.get("texts") or [turn.get("text")]
-    if not isinstance(texts, list):
-        return 0
-    return sum(len(text) for text in texts if isinstance(text, str))
+    texts = turn.get("texts", [turn.get("text", "")])
+    return len("".join(texts)) if isinstance(texts, list) and all(isinstance(text, str) for text in texts) else 0
 
 
 def _roles(header: Sequence[str], names: Mapping[str, RoleColumn], source: str) -> dict[str, RoleColumn]:
@@ -801,35 +783,25 @@ def _workload(name: str, kind: str, rows: Array, sequences: Sequence[list[int]],
     )
 
 
-def _of_sessions(name: str, kind: str, rows: Array, notes: Sequence[str]) -> Workload:
+def _of_sessions(name: str, kind: str, rows: Array, notes: list[str]) -> Workload:
     """The turns of sessions next to each other, with the arrivals of the trace; nan: not in the trace."""
     session = rows[:, 5].astype(np.int64)
     alone = session < 0
     session[alone] = session.max() + 1 + np.arange(alone.sum())
-    turn = np.nan_to_num(rows[:, 6])
-    arrival_s = rows[:, 1]
-    order = np.lexsort((np.nan_to_num(arrival_s, nan=np.inf), turn, session))
+    order = np.lexsort((np.nan_to_num(rows[:, 1], nan=np.inf), np.nan_to_num(rows[:, 6]), session))
     rows = rows[order]
-    context, output = rows[:, 2:4].T.astype(np.int64)
+    arrival_s, context, output, cached = rows[:, 1:5].T
     requests = Workload(
-        name=name, kind=kind, arrival_s=rows[:, 1], context_len=context, cached_prefix=context, output_tokens=output
+        name=name,
+        kind=kind,
+        arrival_s=arrival_s - np.fmin.reduce(arrival_s),
+        context_len=context.astype(np.int64),
+        cached_prefix=cached.astype(np.int64),
+        output_tokens=output.astype(np.int64),
     )
-    workload, restarts = _with_turns(
-        requests,
-        SessionRows(
-            session=session[order],
-            arrival_s=rows[:, 1] - np.nanmin(arrival_s) if np.isfinite(arrival_s).any() else rows[:, 1],
-            think_s=rows[:, 7],
-            prompt=context,
-            is_delta=rows[:, 8] > 0,
-            output=output,
-        ),
-    )
-    more = list(notes)
-    if rows[:, 4].any():
-        more.append("the cached tokens of the trace are not used: the prefix cache of its sessions is simulated")
+    workload, restarts = _in_sessions(requests, session[order], rows[:, 7], rows[:, 8] > 0)
+    if cached.any():
+        notes.append("the cached tokens of the trace are not used: the prefix cache of its sessions is simulated")
     if restarts:
-        more.append(
-            f"{restarts} prompts are shorter than those before them in their sessions: nothing of them is cached"
-        )
-    return replace(workload, notes=tuple(more))
+        notes.append(f"{restarts} prompts are shorter than those before them in their sessions: none of them is cached")
+    return replace(workload, notes=tuple(notes))
