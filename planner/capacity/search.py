@@ -23,7 +23,7 @@ import numpy as np
 from kvrsim.arguments import SearchArgs
 from kvrsim.executors.access import execution_of
 from kvrsim.program import Array
-from kvrsim.strategies import Strategy, get_strategy
+from kvrsim.strategies import get_strategy
 from planner.candidates import Candidate, Search
 from planner.capacity.decode import Decoding, decodes
 from planner.capacity.fleet import (
@@ -422,8 +422,9 @@ class FleetSimulator:
         group = fleet[index]
         gpus = group.type.gpus
         name = self._group(group, index, runs).strategy
-        strategies = [strategy for strategy in self.times.policy.names or () if isinstance(strategy, Strategy)]
-        by_name = {strategy.name: strategy for strategy in strategies}
+        by_name = {
+            strategy.name: strategy for strategy in itertools.chain.from_iterable(self.times.layouts(gpus).values())
+        }
         scenario = self.times.scenario.on_gpus(gpus)
         new_tokens = max(int(run.workload.new_tokens[last]), gpus)
         here = replace(scenario, request=replace(scenario.request, context_len=new_tokens, cached_prefix=0))
