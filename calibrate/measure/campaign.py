@@ -7,6 +7,7 @@ sample, so that an interrupted campaign can resume.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,12 +144,12 @@ def measure(campaign: Campaign, budget_s: float, on_progress: OnProgress | None 
         for repetition in range(LEAST_SAMPLES):
             for point in [point for point, times in samples.items() if len(times) <= repetition]:
                 visit(point)
-        while imprecise := [point for point, times in samples.items() if not _is_precise(times)]:
-            for point in imprecise:
-                if monotonic() - began_s < budget_s:
-                    visit(point)
-            if monotonic() - began_s >= budget_s:
-                break
+        imprecise = deque(point for point, times in samples.items() if not _is_precise(times))
+        while imprecise and monotonic() - began_s < budget_s:
+            point = imprecise.popleft()
+            visit(point)
+            if point in samples and not _is_precise(samples[point]):
+                imprecise.append(point)  # its next turn is after those of the others
         rows = bench.rows(samples)
     notes = (*notes, *log.notes())
     device = dict(log.state)

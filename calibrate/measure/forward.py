@@ -235,9 +235,9 @@ class ForwardTimer:
         config = dict(self.setup.config) | {"num_hidden_layers": LAYERS, "use_cache": True}
         config.pop("layer_types", None)
         model = load_model(config, dtype=self.setup.dtype, device=self.setup.device, attention=kernel)  # type: ignore[arg-type]
-        for other in self.models.values():
-            model.load_state_dict(other.state_dict(), assign=True)
-            break
+        if self.models:
+            first = next(iter(self.models.values()))
+            model.load_state_dict(first.state_dict(), assign=True)  # all kernels share the weights of the first
         self.models[kernel] = model
 
 

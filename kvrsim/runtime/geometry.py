@@ -252,10 +252,13 @@ def _layout(mixer: Mixer | None, config: PreTrainedConfig, attention: Attention)
 
 
 def _check_rope(config: PreTrainedConfig) -> None:
+    """Raise InputError for rotary embeddings that depend on the length of the context; ALiBi has none."""
+    if getattr(config, "alibi", False):
+        return
     rope = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [parameters for parameters in rope.values() if isinstance(parameters, dict)]
     for parameters in by_layer_type or [rope]:
         kind = parameters.get("rope_type", "default")
-        if kind not in _STATIC_ROPE and not getattr(config, "alibi", False):
+        if kind not in _STATIC_ROPE:
             accepted = f"one of {', '.join(_STATIC_ROPE)}: others rotate a chunk differently from the whole context"
             raise InputError("model: rope_type", kind, accepted)

@@ -72,9 +72,14 @@ def load_model(
 
 
 def _read_checkpoint(folder: str, config: PreTrainedConfig, settings: Mapping[str, Any]) -> PreTrainedModel:
-    """Read a model's weights; raise InputError where they cannot be read or are not those of the configuration."""
-    from transformers import AutoModelForCausalLM
+    """Read a model's weights; raise InputError where they cannot be read or are not those of the configuration.
 
+    Without a bar of progress: its lock is a semaphore of the system, which a rank's process does not release.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     accepted = f"safetensors with the weights of a {config.model_type} as in config.json, or --random-weights"
     try:
         model, report = AutoModelForCausalLM.from_pretrained(

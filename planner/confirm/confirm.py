@@ -158,7 +158,10 @@ def _with_partition(scenario: Scenario, row: SavedRow) -> Candidate:
     num_chunks = len(row.partition)
     if not strategy.is_pipeline:
         num_chunks = execution.cluster.num_gpus
-    partition = Partition.of(row.partition, num_tokens=tokens, num_ranks=num_chunks)
+    try:
+        partition = Partition.of(row.partition, num_tokens=tokens, num_ranks=num_chunks)
+    except InputError as error:
+        raise InputError("plan", f"{row.strategy} with chunks {error.value}", error.accepted) from None
     return Candidate(execution=execution, partition=partition)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tqdm.auto import tqdm
 
 from kvrsim.errors import InputError
 from kvrsim.model.load import checkpoint_files
@@ -38,6 +39,16 @@ def test_a_configuration_alone_has_random_weights(tmp_path: Path) -> None:
     assert checkpoint_files(str(path)) == ()
     assert checkpoint_files("tiny-llama") == ()
     assert ModelChoice(config=str(path), dtype="fp32", attention="sdpa", seed=3).weights == "random, seed 3"
+
+
+def test_reading_weights_makes_no_semaphore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar of progress takes one; a rank ends without releasing it, and Python would warn on the user's terminal."""
+    saved(tmp_path)
+    for cls in tqdm.__mro__:
+        if "_lock" in vars(cls):
+            monkeypatch.delattr(cls, "_lock")
+    load_model(tmp_path, checkpoint=str(tmp_path))
+    assert not hasattr(tqdm, "_lock")
 
 
 def test_generation_is_greedy_whatever_the_checkpoint_recommends(tmp_path: Path) -> None:
