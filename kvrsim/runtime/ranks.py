@@ -42,6 +42,7 @@ Pipe = Any  # multiprocessing.connection.Connection, whose type differs between 
 _PRELOADED = ["torch.distributed", "transformers.cache_utils", "transformers.modeling_utils"]
 _LOCK = "kvrsim.lock"  # file that a process locks in its temporary folder
 _GRACE_S = 2.0  # seconds after the first fault in which other ranks may report theirs
+_LONGEST_WAIT_S = 86_400.0  # longest wait of one system call, which takes at most 24 days; the loop then waits again
 _PARENT_DEATH_SIGNAL = 1  # option PR_SET_PDEATHSIG of prctl(2)
 _JOIN_S = 2.0  # seconds in which a process may end by itself
 _LATE_S = 10.0  # seconds after the time limit of a command at which its process is killed
@@ -218,7 +219,7 @@ class RankPool:
         waiting = {self._pipes[rank]: rank for rank in ranks}
         end_s = time.monotonic() + timeout_s
         while waiting and (left_s := end_s - time.monotonic()) > 0:
-            for pipe in connection.wait(list(waiting), timeout=left_s):
+            for pipe in connection.wait(list(waiting), timeout=min(left_s, _LONGEST_WAIT_S)):
                 kind, answer = self._receive(waiting[pipe], pipe)
                 if kind != "progress":
                     rank = waiting.pop(pipe)

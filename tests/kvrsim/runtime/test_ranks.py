@@ -203,7 +203,7 @@ def test_a_rank_that_never_answers_is_waited_for_until_the_deadline_only() -> No
 
 def test_the_first_ranks_progress_is_heard_before_the_result() -> None:
     heard: list[tuple[int, int, str]] = []
-    how = RankSettings(num_ranks=2)
+    how = RankSettings(num_ranks=2, deadline_s=1e8)  # longer than a system call can wait
     results = launch(workers.reporting, 3, how=how, on_progress=lambda *progress: heard.append(progress))
     assert heard == [(1, 3, "steps"), (2, 3, "steps"), (3, 3, "steps")]
     assert results == [0, 1]
