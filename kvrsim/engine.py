@@ -140,7 +140,9 @@ class Engine:
         if not self.versions:
             raise InputError("engine", f"{self.name}@{version}", f"{self.name}, of which no versions were measured")
         is_numbered = version[:1].isdigit()  # a nightly build counts as the newest
-        nearest = min(self.versions, key=lambda one: _distance(one, version)) if is_numbered else ""
+        nearest = ""
+        if is_numbered:
+            nearest = min(self.versions, key=lambda one: _distance(one, version))
         factor = self.versions.get(nearest, 1.0)
         host = self.host
         if is_numbered and self.older is not None and is_before(version, self.older.before):

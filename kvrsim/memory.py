@@ -314,16 +314,19 @@ class _Parts:
             return 0
         tokens = np.array([float(chunk)])
         every = np.array([float(together)])
-        gathered = together * self.scenario.data_load if self.scenario.gather is not None else 0.0
+        num_tokens: float = 2 * chunk
+        if self.scenario.gather is not None:
+            num_tokens += together * self.scenario.data_load
         cost = no_time(self.scenario.traits)
-        placement = self.scenario.expert_placement
-        rows = [
-            float(RoutedExperts(layer, cost, placement).call(tokens, every).rows(self.batch)[0]) * _mlp_widths(layer)
-            for layer in self.model.layer_kinds
-            if layer.num_experts
-        ]
-        num_tokens = 2 * chunk + gathered
-        return round(max(rows) * self.width) + round(num_tokens * self.batch * self.model.hidden_size * self.width)
+        row_elements = []  # by kind of layer with experts
+        for layer in self.model.layer_kinds:
+            if layer.num_experts:
+                experts = RoutedExperts(layer, cost, self.scenario.expert_placement)
+                rows = float(experts.call(tokens, every).rows(self.batch)[0])
+                row_elements.append(rows * _mlp_widths(layer))
+        return round(max(row_elements) * self.width) + round(
+            num_tokens * self.batch * self.model.hidden_size * self.width
+        )
 
     def _layer_elements(self, layer: LayerSpec) -> int:
         """Elements of the mixer's or the MLP's tensors, for all experts that a token of the rank passes through."""

@@ -442,6 +442,7 @@ class _Evaluation:
         return run
 
     def _compute(self, rank: int, segment: Segment) -> None:
+        """Advance a rank's clock and host by a segment; without noise, `floor_s` has the waits for the host."""
         clock = self.clock[rank]
         host_s = self.hosts_s[rank]
         if self.draw is not None:

@@ -310,6 +310,7 @@ class _Graph:
             self._wait(rank, (("gather", src, number, step), latency_s))
 
     def _ring_pass(self, rank: int, track: _Track, op: RingPass) -> None:
+        """Add the rounds of a ring: a rank sends its piece on while it works, then waits for the previous one's."""
         dst = (rank + 1) % self.num_ranks
         src = (rank - 1) % self.num_ranks
         for work_s, nbytes, host_s in zip(op.device_s, op.nbytes, op.host_s, strict=False):
