@@ -753,12 +753,14 @@ def _workload(name: str, kind: str, rows: Array, sequences: Sequence[list[int]],
         notes.append(f"{int(empty.sum())} requests with a context of 0 tokens left out (the first in line {line:.0f})")
     kept = np.flatnonzero(~empty)
     if has_sessions:
-        return _of_sessions(name, kind, rows[kept], notes)
+        return _of_sessions(name, kind, rows[kept], notes, has_hashes=bool(sequences))
     if (np.diff(rows[kept, 1]) < 0).any():
         kept = kept[np.argsort(rows[kept, 1], kind="stable")]
         notes.append("arrivals were not in order and have been sorted")
     turns = None
-    if len(sequences) == len(rows):
+    if 0 < len(sequences) < len(rows):
+        notes.append("not all requests have hash_ids: one prefix cache without limit is assumed")
+    elif sequences:
         context = rows[kept, 2].astype(np.int64)
         turns = Turns(
             session=np.arange(len(kept)),
@@ -783,7 +785,7 @@ def _workload(name: str, kind: str, rows: Array, sequences: Sequence[list[int]],
     )
 
 
-def _of_sessions(name: str, kind: str, rows: Array, notes: list[str]) -> Workload:
+def _of_sessions(name: str, kind: str, rows: Array, notes: list[str], *, has_hashes: bool) -> Workload:
     """The turns of sessions next to each other, with the arrivals of the trace; nan: not in the trace."""
     session = rows[:, 5].astype(np.int64)
     alone = session < 0
@@ -802,6 +804,8 @@ def _of_sessions(name: str, kind: str, rows: Array, notes: list[str]) -> Workloa
     workload, restarts = _in_sessions(requests, session[order], rows[:, 7], rows[:, 8] > 0)
     if cached.any():
         notes.append("the cached tokens of the trace are not used: the prefix cache of its sessions is simulated")
+    if has_hashes:
+        notes.append("hash_ids are not used, because the requests have sessions")
     if restarts:
         notes.append(f"{restarts} prompts are shorter than those before them in their sessions: none of them is cached")
     return replace(workload, notes=tuple(notes))

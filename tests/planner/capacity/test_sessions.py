@@ -295,6 +295,12 @@ def test_hashes_are_blocks_of_a_cache(tmp_path: Path) -> None:
     assert workload.turns.blocks == [[0, 1], [0, 1, 2]]
     assert workload.cached_prefix.tolist() == [0, 2 * BLOCK_TOKENS]
     assert replace(requests, simulates_cache=False).workload(0).turns is None
+    without = json.dumps({"timestamp": 2000, "input_length": 10, "output_length": 5})
+    some_hashes = source(tmp_path / "some.jsonl", "\n".join([*map(json.dumps, lines), without])).workload(0)
+    assert some_hashes.turns is None
+    assert "not all requests have hash_ids" in some_hashes.notes[0]
+    of_session = source(tmp_path / "both.jsonl", json.dumps(lines[0] | {"session_id": "a"})).workload(0)
+    assert of_session.notes == ("hash_ids are not used, because the requests have sessions",)
 
 
 @pytest.mark.parametrize(
