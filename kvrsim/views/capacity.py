@@ -19,9 +19,11 @@ from kvrsim.views.figure import Head, drawing
 from kvrsim.views.page import CHARTS, Page, Section, Summary, facts_of, items, join, table, tag
 from kvrsim.views.style import DIM, INK, chart_style
 from kvrsim.views.table import Cell, Column, Table, columns, seconds_cell
+from planner.capacity.decode import DecodeFleet
 from planner.capacity.fleet import FleetRun, Indices
 from planner.capacity.hits import CacheHits, TurnTimes
 from planner.capacity.result import CapacityPlan, FleetAnswer, FleetInterval, format_share
+from planner.capacity.transfer import KvTransfer
 from planner.percentile import percentile_of
 
 if TYPE_CHECKING:
@@ -195,6 +197,29 @@ def cluster_words(plan: CapacityPlan) -> str | None:
     return "; ".join(parts) or None
 
 
+def _alternative_words(fleet: FleetAnswer) -> str:
+    """The share that a fleet serves, its GPUs and price, and its groups."""
+    gpus = f"{fleet.total_gpus} GPUs"
+    if fleet.total_cost_per_hour is not None:
+        gpus += f", {fleet.total_cost_per_hour:.4g} $/h"
+    return f"{format_share(fleet.served_share)} of the requests with {gpus}: {fleet.describe()}"
+
+
+def _transfer_words(transfer: KvTransfer) -> str:
+    """The mean size of a cache, and the rate of all transfers: "754 MiB per request, 4.77 GB/s in all"."""
+    text = f"{format_bytes(transfer.mean_bytes)} per request"
+    if transfer.mean_bytes_per_s is not None:
+        text += f", {format_bandwidth(transfer.mean_bytes_per_s)} in all"
+    return text
+
+
+def _decoder_words(decoders: DecodeFleet) -> str:
+    """The groups that decode: "2 GPUs: 1 × 2 (tp), 82% busy; at most 65 sequences at once in a group"."""
+    groups = f"{format_count(decoders.num_gpus, 'GPU')}: {decoders.replicas} × {decoders.gpus_per_group}"
+    load = f"{decoders.utilisation:.0%} busy; at most {decoders.batch} sequences at once in a group"
+    return f"{groups} ({decoders.strategy}), {load}"
+
+
 def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
     """Labels and lines about the answer: its interval, lost requests, transfers, the fleet that decodes."""
     fleet = plan.first
@@ -215,26 +240,13 @@ def details(plan: CapacityPlan) -> Iterator[tuple[str, str]]:
     if fleet.unserved:
         share = format_share(fleet.unserved / fleet.requests)
         yield "unserved", f"{share} of the requests are never served; they count as late"
-    more = plan.serves_more
-    if more is not None:
-        gpus = f"{more.total_gpus} GPUs"
-        if more.total_cost_per_hour is not None:
-            gpus += f", {more.total_cost_per_hour:.4g} $/h"
-        yield "serves more", f"{format_share(more.served_share)} of the requests with {gpus}: {more.describe()}"
+    if plan.serves_more is not None:
+        yield "serves more", _alternative_words(plan.serves_more)
     if plan.kv_transfer is not None and fleet.p50_kv_transfer_s is not None and fleet.p99_kv_transfer_s is not None:
-        sent = format_bytes(plan.kv_transfer.mean_bytes) + " per request"
-        if plan.kv_transfer.mean_bytes_per_s is not None:
-            sent += f", {format_bandwidth(plan.kv_transfer.mean_bytes_per_s)} in all"
         after = f"{format_seconds(fleet.p50_kv_transfer_s)} (p50) and {format_seconds(fleet.p99_kv_transfer_s)} (p99)"
-        yield "KV-cache", f"{sent}; gone {after} after the first token"
-    decoders = plan.decode_fleet
-    if decoders is not None:
-        yield (
-            "decodes",
-            f"{format_count(decoders.num_gpus, 'GPU')}: {decoders.replicas} × {decoders.gpus_per_group}"
-            f" ({decoders.strategy}), {decoders.utilisation:.0%} busy; at most {decoders.batch} sequences at once in"
-            " a group",
-        )
+        yield "KV-cache", f"{_transfer_words(plan.kv_transfer)}; gone {after} after the first token"
+    if plan.decode_fleet is not None:
+        yield "decodes", _decoder_words(plan.decode_fleet)
     yield "requests", _workload_words(plan)
 
 
@@ -428,7 +440,7 @@ def format_time(seconds: float) -> str:
 def figure(plan: CapacityPlan) -> Figure:
     """The fleets that no cheaper one beats: the requested percentile of TTFT over cost or GPUs, prefill and decoding.
 
-    Fleets whose interval ends above the target are marked as not safe.
+    Fleets whose interval of TTFT ends above the target, or whose TPOT is above its own, are marked as not safe.
     """
     front = plan.pareto()
     fleet = plan.first
@@ -441,7 +453,7 @@ def figure(plan: CapacityPlan) -> Figure:
         axes = panes.add_axes((0.11, 0.15 * height, 0.86, 0.82 * height))
         axes.plot(*_places(front), "o-", color=_BLUE, drawstyle="steps-post", label="no cheaper fleet is as fast")
         if unsafe:
-            label = "not safe: the interval ends above the target"
+            label = "not safe: the interval ends above the target, or the TPOT does"
             axes.plot(*_places(unsafe), "x", color=DIM, label=label)
         axes.axhline(plan.slo_ttft_s, color=_ORANGE, label=f"target {format_seconds(plan.slo_ttft_s)}")
         if math.isfinite(fleet.target_ttft_s):

@@ -17,7 +17,7 @@ from kvrsim.io.schema import fields_to_json
 from kvrsim.program import Array
 from planner.capacity.fleet import FleetLimits, FleetRun, fewest_groups
 from planner.capacity.request import Target
-from planner.capacity.serving import LateLimit, StepRequests, StepRun, run_steps
+from planner.capacity.serving import LateLimit, StepRequests, StepRun, number_late, run_steps
 from planner.capacity.steps import StepTimes
 from planner.capacity.times import ServiceTimes
 from planner.capacity.work import Work
@@ -86,8 +86,7 @@ class DecodePool:
         limit = LateLimit(ttft_s=math.inf, tpot_s=self.tpot_s, allowed=allowed)
         runs = self.runs(replicas, limit)
         return sum(
-            int((~(run.tpot_s(decoded) <= self.tpot_s)).sum())
-            for decoded, run in zip(self.sequences, runs, strict=True)
+            number_late(run.tpot_s(decoded), self.tpot_s) for decoded, run in zip(self.sequences, runs, strict=True)
         )
 
 

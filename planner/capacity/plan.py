@@ -40,8 +40,7 @@ from planner.deploy_engines import engines_with
 from planner.processes import Pool
 from planner.uncertainty.intervals import layout_notes
 
-LONG = 60_000  # number of requests above which designs are searched on a part of the workload
-_STRETCH = 40_000  # number of requests in the part of the workload
+LONG = 40_000  # requests of a trace above which designs are compared on this number of them first
 _ALTERNATIVES = 8  # most other fleets in the answer
 _DEAREST = 2.0  # cost over that of the answer, above which groups that prefill are no alternative
 GROWTH = (1.5, 2.0, 3.0)  # multiples of the requests for which the question is asked again
@@ -282,17 +281,7 @@ def _report(outcome: FleetOutcome, warnings: Sequence[str]) -> CapacityPlan:
         *interval_notes,
         *_memory_notes(workloads, times, [size for size in sizes if size not in out_of_memory]),
     ]
-    if times.left_out or outcome.left_out:
-        missing = [f"on {groups_of([size])} {', '.join(names)}" for size, names in times.left_out.items()]
-        if outcome.left_out:
-            missing.append(f"{outcome.left_out} designs of fleets")
-        budget_s = simulator.work.pool.time_budget_s
-        notes.append(f"--time-budget {budget_s:g}s ended before all was simulated: {'; '.join(missing)}")
-    mixers = (layer.mixer for layer in largest.model.layers)
-    if request.has_turns and any(mixer is not None and mixer.state_bytes(2.0) > 0 for mixer in mixers):
-        notes.append("prefix caches are taken to keep the states of recurrent layers after every block of tokens")
-    if left_out := replace(policy, deployable=False).left_out(largest):
-        notes.append(f"not tried: {', '.join(left_out)}; the option strategies tries those that it names, or all")
+    notes += _search_notes(outcome, workloads)
     longest_sequence = max(int((workload.context_len + workload.output_tokens).max()) for workload in workloads)
     return CapacityPlan(
         question=_question(largest, request, policy),
@@ -313,6 +302,28 @@ def _report(outcome: FleetOutcome, warnings: Sequence[str]) -> CapacityPlan:
         growth=(),
         tried=tried,
     )
+
+
+def _search_notes(outcome: FleetOutcome, workloads: Sequence[Workload]) -> Iterator[str]:
+    """What the search has not simulated, or only with a part of the requests, and what its caches assume."""
+    simulator = outcome.search.simulator
+    times = simulator.times
+    largest = outcome.largest
+    if times.left_out or outcome.left_out:
+        missing = [f"on {groups_of([size])} {', '.join(names)}" for size, names in times.left_out.items()]
+        if outcome.left_out:
+            missing.append(f"{outcome.left_out} designs of fleets")
+        budget_s = simulator.work.pool.time_budget_s
+        yield f"--time-budget {budget_s:g}s ended before all was simulated: {'; '.join(missing)}"
+    mixers = (layer.mixer for layer in largest.model.layers)
+    if simulator.request.has_turns and any(mixer is not None and mixer.state_bytes(2.0) > 0 for mixer in mixers):
+        yield "prefix caches are taken to keep the states of recurrent layers after every block of tokens"
+    stretch = _stretch(workloads)
+    if stretch is not None:
+        part = f"{len(stretch)} of the {simulator.requests} requests"
+        yield f"designs were compared on {part}; the best of them, and all that is shown, on all requests"
+    if left_out := replace(times.policy, deployable=False).left_out(largest):
+        yield f"not tried: {', '.join(left_out)}; the option strategies tries those that it names, or all"
 
 
 def _alternatives(fleets: Sequence[FleetAnswer]) -> tuple[FleetAnswer, ...]:
@@ -379,13 +390,13 @@ def _limits(scenario: Scenario, limits: FleetLimits, policy: StrategyPolicy) -> 
 
 
 def _stretch(workloads: Sequence[Workload]) -> Workload | None:
-    """Requests on which mixed designs are searched first: a busy part, or the first replication; None: all requests."""
+    """Requests on which designs are compared first: a busy part, or the first replication; None: all requests."""
     first = workloads[0]
-    if len(workloads) == 1 and len(first) <= LONG:
-        return None
-    if len(first) <= _STRETCH:
+    if len(first) > LONG:
+        return first.busiest(LONG)
+    if len(workloads) > 1:
         return first
-    return first.busiest(_STRETCH)
+    return None
 
 
 def _question(largest: Scenario, request: CapacityRequest, policy: StrategyPolicy) -> Question:

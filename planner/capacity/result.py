@@ -164,7 +164,7 @@ class FleetAnswer:
     decode: DecodeFleet | None = None  # fleet that decodes; None: not requested, or there is none
     no_decode: str | None = None  # why no fleet decodes for this one; None: a fleet does, or is not requested
     interval: FleetInterval | None = None  # None: not simulated; only the answer has an interval
-    is_safe: bool | None = None  # whether the upper end of its interval meets the target; None: unknown
+    is_safe: bool | None = None  # whether it meets the targets, with the upper end of its interval; None: unknown
     size_interval: SizeInterval | None = None  # None: not simulated; only the answer has one
     withstands: float | None = None  # multiple of the requests that the same fleet serves in time; None: not simulated
     ttft_s: Mapping[float, float] = field(default_factory=dict, repr=False, compare=False)  # TTFT by percentile

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,6 +33,7 @@ from planner.capacity.fleet import (
     GroupPool,
     GroupType,
     Indices,
+    PoolRun,
     Service,
     fewest_groups,
     gpus_of,
@@ -53,7 +54,7 @@ from planner.capacity.result import (
     replications_interval,
     trace_interval,
 )
-from planner.capacity.serving import LateLimit
+from planner.capacity.serving import LateLimit, number_late
 from planner.capacity.times import ServiceTimes
 from planner.capacity.work import MANY, Work
 from planner.capacity.workload import Workload
@@ -66,10 +67,8 @@ _WORK_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)  # shares of all new tokens at whi
 _OPTIONS = 3  # most numbers of groups tried above the least one of a bucket: 10 changes no fleet of 8 questions
 _SAME_COST = 1e-9  # relative difference below which two costs are equal
 _SAFE_LOAD = 0.9  # factor on the mean number of busy groups for a lower bound, since a trace may end with a backlog
-_REFINED = 3  # number of two-bucket designs with a finer search
 _FINER = (-0.5, -0.25, -0.125, 0.125, 0.25, 0.5)  # exponents of 2: ratios of nearby cuts to a cut
-_FINALISTS = 3  # most designs that are simulated with fewer and more groups
-_FINALISTS_OF_MANY = 2  # the same where there are more than MANY requests
+_FINALISTS = 3  # best designs that are cut more finely, simulated with all requests, or with other replicas
 _SCALES = (0.8, 1.0, 1.25, 1.6, 2.0, 3.0)  # factors on the numbers of replicas that meet the target
 _BELOW = tuple(2.0**-step for step in range(10))  # factors on the most replicas, if no fleet meets the target
 
@@ -90,7 +89,7 @@ class Bucket:
         self.late_alone = 0  # number of requests that would be late even without a queue
         busy_s = 0.0
         for service, mine in zip(services, members, strict=True):
-            self.late_alone += int((service.answer_s[mine] > slo_s).sum())
+            self.late_alone += number_late(service.answer_s[mine], slo_s)
             busy_s += float(service.busy_s[mine].sum())
             if service.steps is None:
                 busy_s += float(service.hold_s[mine].sum())
@@ -99,6 +98,7 @@ class Bucket:
         if simulator.request.has_turns:
             self.load = 0.0  # unknown: turns arrive later if groups are slower
         self._late: dict[int, int] = {}
+        self.whole_runs: dict[int, list[PoolRun]] = {}  # those of the fewest groups found to be enough, by their number
 
     def late(self, replicas: int) -> int:
         """Number of late requests with that many groups; if more are late than may be, only some may be counted.
@@ -110,6 +110,7 @@ class Bucket:
             target = simulator.target
             late_first = 0
             late_tokens = 0
+            runs: list[PoolRun] = []
             services = simulator.services(self.group.type)
             for workload, service, mine in zip(simulator.workloads, services, self.members, strict=True):
                 if not len(mine):
@@ -118,13 +119,16 @@ class Bucket:
                 selected = service.select(mine)
                 pool = GroupPool(arrival_s=arrival_s, service=selected, replicas=replicas)
                 run = run_pool(pool, simulator.limit)
+                runs.append(run)
                 simulator.work.simulate(len(mine))
-                late_first += int((run.end_s + selected.hold_s - run.arrival_s > target.slo_s).sum())
+                late_first += number_late(run.end_s + selected.hold_s - run.arrival_s, target.slo_s)
                 if run.tpot_s is not None and target.tpot_s is not None:
-                    late_tokens += int((~(run.tpot_s <= target.tpot_s)).sum())
+                    late_tokens += number_late(run.tpot_s, target.tpot_s)
                 if max(late_first, late_tokens) > simulator.allowed:
                     break
             self._late[replicas] = max(late_first, late_tokens)
+            if self._late[replicas] <= simulator.allowed and len(runs) == len(simulator.workloads):
+                self.whole_runs = {replicas: runs}
         return self._late[replicas]
 
 
@@ -215,13 +219,29 @@ class FleetSimulator:
         """TTFTs of the requests of all workloads, without queueing, with the transfer of the caches."""
         return np.concatenate([service.answer_s for service in self.services(group)])
 
-    def runs(self, fleet: Fleet) -> list[FleetRun]:
-        """Simulations of a whole fleet, one per workload."""
-        self.work.simulate(self.requests)
+    def runs(self, fleet: Fleet, limit: LateLimit | None = None) -> list[FleetRun]:
+        """Simulations of a whole fleet, one per workload; limit: see run_pool."""
+        serves: list[Callable[[GroupPool], PoolRun]] = [partial(run_pool, limit=limit)] * len(self.workloads)
+        earlier = self._earlier_runs(fleet)
+        if earlier is None:
+            self.work.simulate(self.requests)
+        else:
+            serves = [partial(_served_before, run) for run in earlier]
         return [
-            run_fleet(workload, self._services_on(fleet, number), fleet)
-            for number, workload in enumerate(self.workloads)
+            run_fleet(workload, self._services_on(fleet, number), fleet, serve)
+            for number, (workload, serve) in enumerate(zip(self.workloads, serves, strict=True))
         ]
+
+    def _earlier_runs(self, fleet: Fleet) -> list[PoolRun] | None:
+        """The runs of a uniform fleet that the search for its size has simulated; None: it has not."""
+        if len(fleet) > 1:
+            return None
+        (group,) = fleet
+        design = group.of(1)
+        for key in ((design,), (design, design)):
+            if key in self._buckets and group.replicas in self._buckets[key].whole_runs:
+                return self._buckets[key].whole_runs[group.replicas]
+        return None
 
     def ttft_s(self, fleet: Fleet) -> Array:
         """TTFTs of the requests of all workloads; inf: never served."""
@@ -248,7 +268,7 @@ class FleetSimulator:
                 runs = [replace(run, tpot_s=tpot_s) for run, tpot_s in zip(runs, tpots_s, strict=True)]
         tpot_s = tpot_of(runs)
         if colocated and target.tpot_s is not None and tpot_s is not None:
-            meets = meets and int((~(tpot_s <= target.tpot_s)).sum()) <= self.allowed
+            meets = meets and number_late(tpot_s, target.tpot_s) <= self.allowed
         if decode is not None and gpus_of(fleet) + decode.num_gpus > limits.max_gpus:
             no_decode = (
                 f"prefill takes {gpus_of(fleet)} and decoding {decode.num_gpus} GPUs, more than the"
@@ -265,8 +285,8 @@ class FleetSimulator:
         is_safe = None
         if self.request.sure:
             interval = self.interval(fleet, runs)
-            is_safe = interval is not None and interval.safe
-            meets = meets and is_safe
+            is_safe = meets and interval is not None and interval.safe
+            meets = is_safe
         utilisation = 0.0
         goodput_per_s = 0.0
         if horizon_s:
@@ -395,14 +415,17 @@ class FleetSimulator:
         return answer if answer.meets and answer.no_decode is None else None
 
     def _is_enough(self, answer: FleetAnswer) -> bool:
-        """Whether a fleet meets the target for these workloads without its spare GPUs."""
+        """Whether a fleet meets the target for these workloads without its spare GPUs.
+
+        Where some GPUs of its last node do not work, the design may have as many groups as these nodes hold.
+        """
         if -answer.working_gpus % self.limits.node_gpus:
             nodes = math.ceil(answer.working_gpus / self.limits.node_gpus)
             best = self._best_of(answer.fleet)
             return best is not None and best.working_gpus <= nodes * self.limits.node_gpus
-        runs = self.runs(answer.fleet)
+        runs = self.runs(answer.fleet, self.limit)
         ttft_s = np.concatenate([run.ttft_s for run in runs])
-        if int((ttft_s > self.target.slo_s).sum()) > self.allowed:
+        if number_late(ttft_s, self.target.slo_s) > self.allowed:
             return False
         if answer.decode is not None and self.decoding is not None:
             (pool,) = self.decoding.pools(runs, [answer.decode.gpus_per_group])
@@ -410,7 +433,7 @@ class FleetSimulator:
         tpot_s = tpot_of(runs)
         if tpot_s is None or self.target.tpot_s is None:
             return True
-        return int((~(tpot_s <= self.target.tpot_s)).sum()) <= self.allowed
+        return number_late(tpot_s, self.target.tpot_s) <= self.allowed
 
     def prefill_at_percentile(self, fleet: Fleet, runs: Sequence[FleetRun]) -> Candidate:
         """The prefill of the served request whose TTFT is the requested percentile, alone on its group."""
@@ -521,29 +544,50 @@ class FleetSearch:
             self._least_decoding = min(map(self.limits.cost, self.limits.sizes))
 
     def all_fits(self, stretch: Workload | None = None) -> list[FleetFit]:
-        """All uniform fleets that meet the target, and the best mixed fleet of each pair of group sizes, best first.
+        """Fleets that meet the target, best first: those that also decode, then those that only prefill.
 
-        stretch: part of the requests on which mixed designs are searched first; None: search on all requests.
+        These are all uniform fleets, and the best mixed fleet of each pair of group sizes. stretch: part of the
+        requests on which all designs are simulated first; only the best of them, and those that miss the target there,
+        are then simulated with all requests. None: all designs are simulated with all requests.
         """
-        together = self.fits(self.uniform(self.colocated))
-        self._bound(together)
-        return [*together, *self._split_fits(stretch)]
+        if stretch is not None:
+            designs = self._finalists(stretch)
+            if designs:
+                together = self._bounding([design for design in designs if design[0].type.colocated])
+                return [*together, *self._bounding([design for design in designs if not design[0].type.colocated])]
+        together = self._bounding(self.uniform(self.colocated))
+        apart = self._bounding(self.uniform(self.types))
+        if self.simulator.request.mixed and self.types and not self.work.is_late:
+            apart = _best_of_sizes(self.mixed(apart))
+        return [*together, *apart]
 
-    def _split_fits(self, stretch: Workload | None) -> list[FleetFit]:
-        fits = self.fits(self.uniform(self.types))
-        self._bound(fits)
-        if not self.simulator.request.mixed or not self.types or self.work.is_late:
-            return fits
-        if stretch is None:
-            return _best_of_sizes(self.mixed(fits))
+    def _finalists(self, stretch: Workload) -> list[Fleet]:
+        """The best designs of each serving on a part of the requests, and the uniform designs that miss the target."""
         part = FleetSearch(self.simulator.on([stretch]), dearest=self.dearest)
-        finalists = _best_of_sizes(part.mixed(part.fits(part.uniform(part.types))))
-        mixed = [fit.design for fit in finalists if len(fit.design) > 1]
+        fits = part.all_fits()
+        best = [fit.design for fit in fits if fit.design[0].type.colocated][:_FINALISTS]
+        best += [fit.design for fit in fits if not fit.design[0].type.colocated][:_FINALISTS]
         designs = list[Fleet]()
-        for design in mixed[:_FINALISTS_OF_MANY]:
+        for design in best:
             *others, last = (group.of(1) for group in design)
             designs.append((*others, replace(last, most_new=max(last.most_new, self.longest))))
-        return _best_of_sizes(self.fits(designs, fits))
+        met = {fit.design[0].type for fit in fits if len(fit.design) == 1}
+        missed = [design[0].type for design in part._simulated if len(design) == 1 and design[0].type not in met]
+        if designs:
+            designs += self.uniform(missed)
+        return designs
+
+    def _bounding(self, designs: Iterable[Fleet]) -> list[FleetFit]:
+        """The fits of designs, best first; the design with the least load is tried first, as its cost bounds others."""
+        fits = self.fits(sorted(designs, key=self._load_cost))
+        if fits and not self.work.is_late:
+            self._answer(fits[0].fleet)
+        return fits
+
+    def _load_cost(self, design: Fleet) -> float:
+        """The cost of the groups of a design that are busy on average."""
+        buckets = self.simulator.buckets(design)
+        return sum(self.limits.cost(bucket.group.type.gpus) * max(1.0, bucket.load) for bucket in buckets)
 
     def uniform(self, types: Iterable[GroupType]) -> list[Fleet]:
         """Designs of a single bucket, one per type of group."""
@@ -572,6 +616,8 @@ class FleetSearch:
             fit = self.fit(design, at_most=at_most)
             if fit is not None:
                 fits.append(fit)
+                if self._least == math.inf:
+                    self._answer(fit.fleet)
             if fit is not None or at_most == math.inf:
                 self._simulated.add(design)
         return sorted(fits, key=lambda fit: (fit.cost, fit.never_served, fit.late, len(fit.design), fit.sizes))
@@ -587,11 +633,6 @@ class FleetSearch:
     def least_split_cost(self) -> float:
         """The cost of one of the smallest groups that only prefill, and of one that decodes if any does."""
         return min(map(self.limits.cost, self.limits.sizes)) + self._least_decoding
-
-    def _bound(self, fits: Sequence[FleetFit]) -> None:
-        """Simulate the fleet of the best fit, whose cost bounds that of the fleets that follow."""
-        if fits and not self.work.is_late:
-            self._answer(fits[0].fleet)
 
     def _answer(self, fleet: Fleet) -> FleetAnswer:
         """The answer of a fleet, with more groups if the interval must meet the target."""
@@ -609,7 +650,7 @@ class FleetSearch:
         pairs = [pair for pair in itertools.product(self._best_types(), repeat=2) if pair[0].gpus <= pair[1].gpus]
         designs = [self._design(pair, (border,)) for border, pair in itertools.product(self._cuts(), pairs)]
         fits = self.fits(designs, earlier)
-        best = [fit for fit in fits if len(fit.design) == 2][:_REFINED]
+        best = [fit for fit in fits if len(fit.design) == 2][:_FINALISTS]
         finer = itertools.chain.from_iterable(self._finer(fit.design) for fit in best)
         return self.fits(list(finer), fits)
 
@@ -684,7 +725,8 @@ class FleetSearch:
     def with_safety(self, answer: FleetAnswer) -> FleetAnswer:
         """A simulated fleet with its interval, and whether it is safe."""
         interval = answer.interval or self.simulator.interval(answer.fleet, answer.runs)
-        return replace(answer, interval=interval, is_safe=interval is not None and interval.safe)
+        is_safe = answer.meets and interval is not None and interval.safe
+        return replace(answer, interval=interval, is_safe=is_safe)
 
     def _with_mark(self, answer: FleetAnswer, safe: Iterable[FleetAnswer]) -> FleetAnswer:
         """A simulated fleet with whether it is safe; safe: fleets that are.
@@ -693,7 +735,7 @@ class FleetSearch:
         """
         if answer.is_safe is not None:
             return answer
-        if answer.target_ttft_s > self.simulator.target.slo_s:
+        if not answer.meets:
             return replace(answer, is_safe=False)
         if any(_has_all_groups(answer.fleet, smaller.fleet) for smaller in safe):
             return replace(answer, is_safe=True)
@@ -706,7 +748,7 @@ class FleetSearch:
         """
         finalists = _FINALISTS
         if self.simulator.requests > MANY:
-            finalists = _FINALISTS_OF_MANY
+            finalists = 1
         designs = [fit.fleet for fit in fits[:finalists]]
         scales: Sequence[float] = _SCALES
         if not designs:
@@ -714,7 +756,8 @@ class FleetSearch:
             scales = _BELOW
         fleets = [answers[0].fleet] if answers else []
         for design, scale in itertools.product(designs, scales):
-            scaled = tuple(group.of(max(1, math.ceil(group.replicas * scale))) for group in design)
+            rounded = math.floor if scale < 1 else math.ceil  # of few groups, one less
+            scaled = tuple(group.of(max(1, rounded(group.replicas * scale))) for group in design)
             if scaled not in fleets and gpus_of(scaled) <= self.limits.max_gpus:
                 fleets.append(scaled)
         by_fleet = {answer.fleet: answer for answer in answers}
@@ -740,7 +783,7 @@ class FleetSearch:
         for design, (group,) in zip(self.uniform([*self.types, *self.colocated]), self.largest(), strict=True):
             if design not in self._simulated:
                 continue
-            late = int((self.simulator.ttft_alone_s(group.type) > self.simulator.target.slo_s).sum())
+            late = number_late(self.simulator.ttft_alone_s(group.type), self.simulator.target.slo_s)
             size = group.type.gpus
             if size not in nearest or late < nearest[size][0]:
                 nearest[size] = (late, group)
@@ -760,7 +803,7 @@ class FleetSearch:
         above = f"above {target.slo_s:g} s"
         alone_s = simulator.ttft_alone_s(group.type)
         never = int(np.isinf(alone_s).sum())
-        late = int((alone_s > target.slo_s).sum())
+        late = number_late(alone_s, target.slo_s)
         if never > simulator.allowed:
             share = f"{format_share(never / len(alone_s))} of the contexts do not fit in memory"
             return reason("memory", f"{share}; at most {100 - target.percentile:.4g} % may")
@@ -861,6 +904,12 @@ class FleetSearch:
             if rounded < self.longest:
                 usable.add(rounded)
         return sorted(usable)
+
+
+def _served_before(run: PoolRun, pool: GroupPool) -> PoolRun:
+    """The run of a pool that was simulated before."""
+    assert len(run.end_s) == len(pool.arrival_s)
+    return run
 
 
 def tpot_of(runs: Sequence[FleetRun]) -> Array | None:

@@ -81,6 +81,11 @@ class LateLimit:
     allowed: int  # most requests that may have a longer TTFT, and most that may have a longer TPOT
 
 
+def number_late(seconds: Array, most_s: float) -> int:
+    """The number of values above `most_s`; requests that are not served, with inf or nan, are late, too."""
+    return len(seconds) - int((seconds <= most_s).sum())
+
+
 class _StepGroup:
     """A group between two ends of its steps."""
 

@@ -131,7 +131,10 @@ class StepTimes:
         return steps * (self.decode_s[decoding] + key_s * (keys + decoding * (steps - 1) / 2))
 
     def steps_in(self, seconds: float, decoding: int, keys: int) -> int:
-        """The fewest successive decode steps that take at least this long; at least one."""
+        """The fewest successive decode steps that take at least this long; at least one.
+
+        n steps take first_s n + half_s n², as in `decoding_s`; the root is written so that it holds for small half_s.
+        """
         half_s = self.key_s[decoding] * decoding / 2
         first_s = self.decode_s[decoding] + self.key_s[decoding] * keys - half_s
         if half_s:

@@ -26,7 +26,7 @@ kv.ready((data) => {
   }
   // With --sure, a fleet whose interval ends above the target of the question is not safe, and is no answer to it.
   const counts = (one) => !data.sure || one.safe || state.percentile !== data.percentile || state.target > data.slo_s * 1.001;
-  // Whether the interval of the asked percentile is known to end above the target of the question.
+  // Whether the interval of the asked percentile, or the TPOT, is known to be above the target of the question.
   const isUnsafe = (one) => one.safe === false && state.percentile === data.percentile;
   const cheapest = () => known().filter((one) => counts(one) && at(one.ttft_s) <= state.target)
     .sort((a, b) => cost(a) - cost(b) || at(a.ttft_s) - at(b.ttft_s))[0] ?? null;
@@ -96,7 +96,7 @@ kv.ready((data) => {
       return here ? at(here.ttft_s) : null;
     };
     const line = { name: priced() ? "the fastest at this price" : "the fastest with so many GPUs", colour: "--accent", step: true, points: false, values: shown.map((one) => held(one)) };
-    const unsafe = { name: "not safe: the interval ends above the target", colour: "--dim", line: false, size: 7, values: shown.map((one) => (isUnsafe(one) && at(one.ttft_s) <= most ? at(one.ttft_s) : null)) };
+    const unsafe = { name: "not safe: the interval ends above the target, or the TPOT does", colour: "--dim", line: false, size: 7, values: shown.map((one) => (isUnsafe(one) && at(one.ttft_s) <= most ? at(one.ttft_s) : null)) };
     const dots = { name: "fleets simulated", colour: "--ink", line: false, size: 7, values: shown.map((one) => (at(one.ttft_s) > most || isUnsafe(one) ? null : at(one.ttft_s))) };
     // A place of no fleet at each end, so that all percentiles have one axis.
     const drawn = [line, dots, unsafe];

@@ -141,6 +141,7 @@ def test_the_picture_marks_every_fleet_that_is_not_safe(priced: CapacityPlan) ->
     answer = priced.answer
     assert answer is not None
     assert answer.interval is not None
+    assert answer.meets
     assert answer.is_safe is answer.interval.safe
     assert len({fleet.is_safe for fleet in priced.tried}) == 2
     workloads = priced.request.workloads()
@@ -149,7 +150,7 @@ def test_the_picture_marks_every_fleet_that_is_not_safe(priced: CapacityPlan) ->
     simulator = FleetSimulator(priced.request, workloads, service_times(scenario, workloads, policy))
     for fleet in priced.tried:
         interval = simulator.interval(fleet.fleet, simulator.runs(fleet.fleet))
-        assert fleet.is_safe is (interval is not None and interval.safe), fleet.describe()
+        assert fleet.is_safe is (fleet.meets and interval is not None and interval.safe), fleet.describe()
     assert marked_costs(priced) == sorted(one.total_cost_per_hour for one in priced.tried if not one.is_safe)
     safe = {one["cost"] for one in page_data(priced)["tried"] if one["safe"]}
     assert safe == {one.total_cost_per_hour for one in priced.tried if one.is_safe}
@@ -166,7 +167,8 @@ def test_no_drawn_fleet_that_is_safe_is_cheaper_than_the_sure_answer() -> None:
     plan = kvrsim.capacity(**(ON | {"slo_ttft": "3s"}), **SMALL, requests=SYNTHETIC, tpot="20ms", sure=True)
     assert plan.answer is not None
     assert plan.answer.is_safe
-    assert all(one.is_safe is (one.interval is not None and one.interval.safe) for one in plan.tried)
+    assert all(one.is_safe is one.meets for one in plan.tried)
+    assert all(one.interval.safe for one in plan.tried if one.meets)
     assert min(one.total_gpus for one in plan.tried if one.is_safe) == plan.answer.total_gpus
 
 

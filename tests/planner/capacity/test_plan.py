@@ -12,6 +12,8 @@ import pytest
 import kvrsim
 from kvrsim.cli import main as cli
 from planner.capacity import plan as planning
+from planner.capacity.search import FleetSimulator
+from planner.capacity.times import StrategyPolicy, service_times
 
 SMALL = "synthetic:poisson,rate=4,requests=600,context=lognormal:1k:0.8,max=4k,output=40"
 FEW = ("--group-sizes", "1,2", "--replications", "2")
@@ -118,13 +120,21 @@ def test_a_sure_answer_is_no_smaller_and_its_interval_meets_the_target(capsys: p
 def test_long_traces_are_searched_on_a_stretch_and_judged_whole(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(planning, "LONG", 500)
-    monkeypatch.setattr(planning, "_STRETCH", 300)
+    monkeypatch.setattr(planning, "LONG", 300)
     path = trace(tmp_path / "trace.csv", count=900)
     result = kvrsim.capacity(model="llama-7b", cluster="a100-nvlink", requests=path, slo_ttft="1s", group_sizes="1,2")
     assert result.answer is not None
     assert sum(group.requests for group in result.answer.groups) == 900
     assert result.answer.in_time >= 0.99
+    assert any("compared on 300 of the 900 requests" in note for note in result.warnings)
+    fleet = result.answer.fleet
+    times = service_times(result.scenario, result.request.workloads(), StrategyPolicy(deployable=True))
+    simulator = FleetSimulator(result.request, result.request.workloads(), times)
+    assert simulator.answer(fleet).meets
+    for index, group in enumerate(fleet):
+        if group.replicas > 1:
+            smaller = (*fleet[:index], group.of(group.replicas - 1), *fleet[index + 1 :])
+            assert not simulator.answer(smaller).meets
 
 
 def test_a_share_instead_of_a_percentage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

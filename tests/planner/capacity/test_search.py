@@ -142,3 +142,16 @@ def test_what_costs_more_than_is_wanted_is_left_out(workload: Workload, times: S
     assert all(only_best.cost(answer) == only_best.cost(best) for answer in again)
     cheaper = FleetSearch(simulated, below=found.cost(best))
     assert not cheaper.answers(cheaper.all_fits())
+
+
+def test_a_run_that_is_used_again_is_that_of_the_whole_fleet(workload: Workload, times: ServiceTimes) -> None:
+    simulated = simulator([workload], times, 1.0)
+    search = FleetSearch(simulated)
+    (fit, *_) = search.fits(search.uniform(search.types))
+    before = simulated.work.simulated
+    again = simulated.runs(fit.fleet)[0]
+    assert simulated.work.simulated == before
+    fresh = simulator([workload], times, 1.0).runs(fit.fleet)[0]
+    assert (again.ttft_s == fresh.ttft_s).all()
+    assert (again.begin_s == fresh.begin_s).all()
+    assert again.busy_gpu_s == fresh.busy_gpu_s
