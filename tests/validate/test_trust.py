@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from kvrsim.error_rule import error_rule
 from tests.calibrate.engines.test_engines import made_up as made_up_settings
 from tests.calibrate.engines.test_shares import made_up
+from validate.results import ROOT
 from validate.trust import has_expert_parallelism, kinds_of, main_cause
 
 
@@ -44,3 +47,31 @@ def test_the_main_cause_has_most_of_the_variance() -> None:
     assert main_cause(replace(rows, facts=host), rule) == "engine"
     device = tuple(replace(fact, engine_share=0.0, is_mixture=True) for fact in rows.facts)
     assert main_cause(replace(rows, facts=device), rule) == "kernels"
+
+
+PAGE_OF = {
+    "kvrsim validate published": "accuracy",
+    "kvrsim confirm": "studies",
+    "python -m validate.multi_gpu": "multi_gpu",
+    "python -m validate.trust": "trust",
+    "python -m validate.silicon": "silicon",
+    "python -m validate.accuracy": "accuracy",
+    "python -m validate.confirmation": "confirmation",
+}
+
+
+def readme_rows() -> list[list[str]]:
+    """The cells of the README's table of predictions and measurements, without its head."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    section = text.partition("## Predicted against measured\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+@pytest.mark.parametrize("cells", readme_rows(), ids=lambda cells: cells[0][:40])
+def test_errors_of_the_readme_are_those_of_the_pages(cells: list[str]) -> None:
+    page = (ROOT / "docs" / "results" / f"{PAGE_OF[cells[-1].strip('`')]}.md").read_text("utf-8")
+    percents = re.findall(r"([\d.]+) %", " ".join(cells[1:-1]))
+    assert percents or "all" in cells
+    for percent in percents:
+        assert re.search(rf"(?<![\d.]){re.escape(percent)} ?%", page), percent
