@@ -222,8 +222,6 @@ def _chunks_beyond(
 
 _LENGTHS = 129  # tried lengths of the last chunk; the longest one that is not refuted at once is used
 _INTERVALS = 12  # intervals of x
-_FEW_INTERVALS = 5  # the same for very many ranks: 12 take 40 % longer on 512 ranks and prove no more
-_CELLS = 1280  # intervals times ranks between the two
 _CUTS = 2  # rounds of dividing weak intervals
 _STEPS = 12  # most targets per round
 _WEAK = 0.5  # intervals are divided if their gap exceeds this share of the weakest interval's gap
@@ -369,8 +367,7 @@ class _Bound:
         if self.num_ranks == 1:
             only = np.array([tokens])
             return float(self.tails(only, only).whole_s[0])
-        number = max(_FEW_INTERVALS, min(_INTERVALS, _CELLS // self.num_ranks))
-        least, most = self._possible(tokens - self.num_ranks + 1.0, number)
+        least, most = self._possible(tokens - self.num_ranks + 1.0)
         if not len(least):
             return self.ttft_s
         chunks = self.warm_start[1:] * ((self.chain.total - most - self.chain.first_start) / self.warm_start.sum())
@@ -387,17 +384,17 @@ class _Bound:
             is_close = lowest_s > (1.0 - _CLOSE) * self.ttft_s
             if division == _CUTS or is_close:
                 break
-            intervals = intervals.divide(np.flatnonzero(weak), max(2, -(-number // int(weak.sum()))))
+            intervals = intervals.divide(np.flatnonzero(weak), max(2, -(-_INTERVALS // int(weak.sum()))))
         self.plans = intervals.plans()
         return min(proven_s, float(intervals.low.min()))
 
-    def _possible(self, most: float, number: int) -> tuple[Array, Array]:
+    def _possible(self, most: float) -> tuple[Array, Array]:
         """Intervals of the last chunk's length x, narrower near the longest that the last rank can compute in time."""
         ends = np.geomspace(1.0, most, _LENGTHS)
         possible = self.tails(ends[:-1], ends[1:]).whole_s < self.ttft_s
         if not possible.any():
             return np.empty(0), np.empty(0)
-        steps = np.linspace(0.0, 1.0, number + 1)
+        steps = np.linspace(0.0, 1.0, _INTERVALS + 1)
         ends = unique_rows(1.0 + (ends[1:][possible].max() - 1.0) * steps * (2.0 - steps))
         return (ends[:-1], ends[1:]) if len(ends) > 1 else (ends, ends)
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from planner.search.minimise import Boundaries, Evaluate, combinations, shifts, valid
+from planner.search.minimise import Boundaries, Evaluate, shifts, valid
 
-_BLOCK = 5**6  # number of candidates that are evaluated together
 _WINDOW = 4  # boundaries that move together if there are too many for all combinations
 _FEW_RANKS = 4  # most ranks whose first stride is the paper's
 _MOST_WHOLE = 7  # most boundaries for which all combinations are tried
@@ -90,27 +89,21 @@ class Grid:
     ) -> tuple[npt.NDArray[np.int64], float]:
         """Move the window's boundaries to the best combination around them, until the best is the centre."""
         while True:
-            best = center
-            for candidates in self._combinations(center, stride, window):
-                ttft_s = self.evaluate(candidates, best_s)
-                least_s = float(ttft_s.min())
-                if least_s < best_s:
-                    best = _nearest(candidates[ttft_s == least_s], center)
-                    best_s = least_s
-            if best is center:
+            candidates = _shifted(center, stride, window, self.num_tokens)
+            ttft_s = self.evaluate(candidates, best_s)
+            least_s = float(ttft_s.min())
+            if least_s >= best_s:
                 return center, best_s
-            center = best
+            center = _nearest(candidates[ttft_s == least_s], center)
+            best_s = least_s
 
-    def _combinations(self, center: npt.NDArray[np.int64], stride: int, window: slice) -> Iterator[Boundaries]:
-        """Yield all shifts of the window's boundaries that leave every chunk at least one token, in blocks."""
-        count = len(center[window])
-        for first in range(0, combinations(count), _BLOCK):
-            moves = stride * shifts(count, first, first + _BLOCK)
-            rows = np.repeat(center[None], len(moves), axis=0)
-            rows[:, window] += moves
-            keep = valid(rows, self.num_tokens)
-            if keep.any():
-                yield rows[keep]
+
+def _shifted(center: npt.NDArray[np.int64], stride: int, window: slice, num_tokens: int) -> Boundaries:
+    """All shifts of the window's boundaries that leave every chunk at least one token; no shift is among them."""
+    moves = stride * shifts(len(center[window]))
+    rows = np.repeat(center[None], len(moves), axis=0)
+    rows[:, window] += moves
+    return np.asarray(rows[valid(rows, num_tokens)])
 
 
 def _nearest(candidates: Boundaries, center: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

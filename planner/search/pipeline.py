@@ -50,10 +50,7 @@ from planner.search.search import SearchResult
 PAGE = 64  # tokens; pieces end at multiples of this number, which engines' page sizes divide
 MOST_A_STAGE = 64  # pieces per stage; with 64, filling and emptying the stages takes less than 1.6 % of TTFT
 _GAIN = 0.002  # least relative gain in TTFT from doubling even pieces
-_STARTS = 4  # descents that begin: with 1, the worst of 50 random questions loses 4.9 % of TTFT, with 4 it loses 2.1 %
-_TRIAL_ROUNDS = 8  # rounds after which only the best descent goes on; full descents lose as much in as much time
 _ROUNDS = 48  # most rounds of a descent, which ends when its smallest step gains nothing
-_POINTS = 129  # points of the context at which the time of a piece is computed
 _MOST_MOVES = 256  # candidates of a round, so that one with many pieces and stages takes no longer than one with few
 
 _CHUNKED_TOKENS = 8192  # longest step of chunked prefill: vLLM's max_num_batched_tokens, SGLang's chunked_prefill_size
@@ -261,13 +258,10 @@ class _PipelineSearch:
         if given is not None:
             start, _ = self._fastest(given[None])
             return self._descend(start, moves_pieces=False)
-        starts = self._starts()
-        best, best_s = starts[0]
+        best, best_s = self._start()
         if best_s * (1 - MOST_GAIN) > self._to_beat_s:
             self.method = "rough"
             return best, best_s
-        tried = [self._descend(start, moves_pieces=True, rounds=_TRIAL_ROUNDS) for start, _ in starts]
-        best, _ = min(tried, key=itemgetter(1))
         return self._descend(best, moves_pieces=True)
 
     @property
@@ -276,8 +270,8 @@ class _PipelineSearch:
         allowance = self.evaluator.allowance
         return math.inf if allowance is None else allowance.to_beat_s
 
-    def _starts(self) -> list[RowTime]:
-        """The fastest rows of equally long pieces and of pieces of equal time, each with another number of pieces.
+    def _start(self) -> RowTime:
+        """The fastest row of equally long pieces and of pieces of equal time, and its TTFT.
 
         Pieces end at multiples of a distance, a power of two, with which they fill tiles of the matrix products.
         """
@@ -291,8 +285,7 @@ class _PipelineSearch:
                 equally_long = np.arange(tiles, self.end, tiles)
                 for ends in (_at_multiples(equal[1:-1], spacing, self.end), equally_long, equally_long[:-1]):
                     alike[len(ends)].append(ends)
-        found = sorted((self._fastest(np.array(rows)) for rows in alike.values()), key=itemgetter(1))
-        return found[:_STARTS]
+        return min((self._fastest(np.array(rows)) for rows in alike.values()), key=itemgetter(1))
 
     def _numbers(self) -> list[int]:
         """Tried numbers of pieces, in a geometric sequence from half to twice the fastest number of even ones."""
@@ -312,7 +305,7 @@ class _PipelineSearch:
     def _equal_time(self, number: int) -> Array:
         """The ends of this number of pieces that take equally long, with 0 and the last end, in strides."""
         share = self.tokens / number
-        ends = np.linspace(0.0, self.tokens, _POINTS)
+        ends = np.linspace(0.0, self.tokens, 4 * number + 1)
         starts = self.execution.request.cached_prefix + np.maximum(0.0, ends - 0.5 * share)
         piece_s = self._layer_s(np.full_like(ends, share), starts).sum(axis=0)  # around each end
         until_s = np.concatenate([[0.0], np.cumsum(0.5 * (piece_s[1:] + piece_s[:-1]))])
@@ -363,7 +356,7 @@ class _PipelineSearch:
         best = int(ttft_s.argmin())
         return rows[best], float(ttft_s[best])
 
-    def _descend(self, row: Row, *, moves_pieces: bool, rounds: int = _ROUNDS) -> RowTime:
+    def _descend(self, row: Row, *, moves_pieces: bool) -> RowTime:
         """Move the ends of stages (and of pieces, if `moves_pieces`), alone and in groups, as long as TTFT falls."""
         number = len(row) - self.num_stages
         layers = np.pad(groups(self.num_stages - 1), ((0, 0), (number + 1, 0)))
@@ -373,7 +366,7 @@ class _PipelineSearch:
             self.end + self.num_layers,
             1,
             self.evaluate,
-            rounds=rounds,
+            rounds=_ROUNDS,
             halve_from=first_step(self.end, 2 * (number + 1), 1) if moves_pieces else 1,
             directions=_thinned(np.concatenate([pieces, -pieces])),
             also=_thinned(np.concatenate([step * layers for step in (1, -1, 2, -2, 4, -4)])),

@@ -25,9 +25,9 @@ from planner.search.minimise import (
     Boundaries,
     Evaluator,
     Row,
-    apart,
     chunk_lens,
     chunks_between,
+    default_stride,
     minimise,
     rounded,
     to_grid,
@@ -38,7 +38,6 @@ _ROUNDS_TIMES_RANKS = 600  # of a pattern search; with 256, kvr-b on 41 ranks lo
 _SLOW_ROUNDS = 8  # rounds where each simulates a program; 20 random questions on a bus then lose 0.6 % at most
 _PROVEN = 1.005  # within this factor of the bound, no other starts are tried
 _SCATTERED = 200  # random starts, for chains with few layers, whose best partition may be far from the balanced one
-_SCATTERED_TRIED = 3  # of these, descents that begin, if nothing proves that the first one is near the best
 _MOST_SCATTERED_RANKS = 32  # with more, a round takes so long that only the best start is refined
 _FINE_GAIN = 5e-4  # least gain from steps below the stride, so that chunks are multiples of it where that costs nothing
 
@@ -111,14 +110,6 @@ def search(
     )
 
 
-def default_stride(num_tokens: int, num_ranks: int) -> int:
-    """The even share over 512, rounded down to a power of two, from 1 to 128 tokens.
-
-    On fast links, a finer stride changes TTFT by less than 0.1 %; on slow links, the search refines by single tokens.
-    """
-    return 1 << min(7, max(0, (num_tokens // num_ranks // 512).bit_length() - 1))
-
-
 class _ChunkSearch:
     def __init__(self, execution: Execution, evaluator: Evaluator, stride: int) -> None:
         self.execution = execution
@@ -183,7 +174,7 @@ class _ChunkSearch:
         return any(op.query_blocks is not None and op.query_blocks.max() > 1 for op in ops)
 
     def _refined_from(self, seeds: Boundaries) -> tuple[Row, float]:
-        """Refine the best seed, then partitions between walls of the bound and scattered ones.
+        """Refine the best seed, then the best of scattered partitions and of those between walls of the bound.
 
         With few layers, the best partition may be far from the balanced one.
         """
@@ -195,13 +186,9 @@ class _ChunkSearch:
         walls = self._walls(best, best_s)
         if self._is_proven(best_s):
             return best, best_s
-        scattered = unique_rows([*walls, *self._scattered()])
-        scattered_s = self._evaluate(scattered, best_s)
-        for index in apart(scattered, scattered_s, self.tokens, _SCATTERED_TRIED):
-            other, other_s = self._refined(scattered[index : index + 1])
-            if other_s < best_s:
-                best = other
-                best_s = other_s
+        other, other_s = self._refined(unique_rows([*walls, *self._scattered()]))
+        if other_s < best_s:
+            return other, other_s
         return best, best_s
 
     def _is_proven(self, ttft_s: float) -> bool:
