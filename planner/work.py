@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from kvrsim.execution import Execution
 from kvrsim.executors.chain import Chain
+from kvrsim.model.mixers import Recurrence
 from kvrsim.once import once
 from kvrsim.strategies.pipeline import context_ranks
 
@@ -57,12 +58,17 @@ def work_of(execution: Execution, pieces: int) -> ModelledWork:
     program_s = _BLOCK_S * kinds * ranks
     if strategy.chains or strategy.partition_rule == "search":
         program_s += _LAYER_S * layers * ranks
-        simulated = layers
+        simulated = sum(_attends(layer.mixer) for layer in placed.share.layers)
     else:
         simulated = min(layers, _EQUAL_LAYERS) if kinds == 1 else layers
     if not strategy.chains and (strategy.partition_rule == "search" or not placed.chain_is_proven):
         program_s += _PAIR_S * simulated * ranks * ranks
     return _shared(program_s)
+
+
+def _attends(mixer: object) -> bool:
+    """Whether a layer's mixer attends to tokens on other ranks; a recurrence passes a state to the next rank only."""
+    return mixer is not None and not isinstance(mixer, Recurrence)
 
 
 def _shared(program_s: float) -> ModelledWork:
