@@ -180,7 +180,7 @@ def test_one_gpu(scenario: Scenario) -> None:
         (0.56253, 168, {"ctx": "64k", "gpus": 183, "profile": "a100-eager"}),
         (0.01635, 312, {"ctx": 200, "gpus": 4, "engine": "serving"}),
         (0.00230, 144, {"ctx": 200, "gpus": 3, "engine": "lmdeploy-0.1"}),
-        (0.00016, 36, {"ctx": 12, "gpus": 3, "topology": "bus", "link_bandwidth": 1e5}),
+        (0.00020, 36, {"ctx": 12, "gpus": 3, "topology": "bus", "link_bandwidth": 1e5}),
         (0.01170, 132, {"ctx": "2k", "gpus": 2} | H100),
         (0.05900, 324, {"ctx": "8k", "gpus": 4, "link_bandwidth": 1e9, "cached_prefix": "1k"} | H100 | EAGER),
         (0.0186, 308, {"ctx": 300, "gpus": 4, "cluster": "h100-nvlink"}),
