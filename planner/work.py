@@ -21,9 +21,7 @@ _PAIR_S = 2e-6  # a message of a layer between any two ranks
 _MESSAGE_S = 1.5e-4  # a message on a bus, where each one is simulated by itself
 _STEP_S = 5e-5  # a step of all stages of a pipeline, in a kind of layer
 _CHAIN_S = 1e-6  # a rank of a chain of equal layers, in a partition
-_SHARE_OF_PARTITION = (
-    0.002  # of the seconds of a batch's program, for each partition; measured: 0.0007 with 2300 partitions
-)
+_SHARE_OF_PARTITION = 0.002  # of the seconds of a batch's program, for each partition; 0.0007 were measured
 _EVEN_PIECES = 16  # pieces per stage, in all numbers of even pieces together that a pipeline's first simulations try
 _EQUAL_LAYERS = 8  # layers of one kind that are simulated until times advance steadily
 _FEW_ERRORS_S = 0.0125  # a simulation of all ranks that takes longer is not repeated for each source of errors
