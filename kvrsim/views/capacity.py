@@ -453,7 +453,7 @@ def figure(plan: CapacityPlan) -> Figure:
         axes = panes.add_axes((0.11, 0.15 * height, 0.86, 0.82 * height))
         axes.plot(*_places(front), "o-", color=_BLUE, drawstyle="steps-post", label="no cheaper fleet is as fast")
         if unsafe:
-            label = "not safe: the interval ends above the target, or the TPOT does"
+            label = "not safe (target or TPOT)"
             axes.plot(*_places(unsafe), "x", color=DIM, label=label)
         axes.axhline(plan.slo_ttft_s, color=_ORANGE, label=f"target {format_seconds(plan.slo_ttft_s)}")
         if math.isfinite(fleet.target_ttft_s):

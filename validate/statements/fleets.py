@@ -213,12 +213,18 @@ def _shared_steps_ttft_s(case: FleetCase, group: Mapping[str, Any], rows: Rows) 
     return ttft_s
 
 
+def _has_known_cache(case: FleetCase) -> bool:
+    """Whether own arithmetic knows the bytes of the caches that a split fleet moves: not of models with windows."""
+    assert case.fleet is not None
+    return case.fleet.get("decode") is None or sizes_of(case.options["model"]) is not None
+
+
 def check_percentile(case: FleetCase) -> Iterator[Claim]:
     """Percentiles of TTFT, by a queue of our own with simulated prefills, or step by step in SimPy.
 
     The product interpolates prefill times: a queue with all times shorter or longer by this error gives the range.
     """
-    if case.fleet is None:
+    if case.fleet is None or not _has_known_cache(case):
         return
     shorter_s = np.sort(_fleet_ttft_s(case, 1 - _TIME_ERROR))
     longer_s = np.sort(_fleet_ttft_s(case, 1 + _TIME_ERROR))
@@ -245,7 +251,7 @@ def _seconds(value: float | None) -> str:
 
 def check_served_share(case: FleetCase) -> Iterator[Claim]:
     """The share of the requests that fit on a group."""
-    if case.fleet is None or "served_share" not in case.fleet:
+    if case.fleet is None or "served_share" not in case.fleet or not _has_known_cache(case):
         return
     found = float(np.isfinite(_fleet_ttft_s(case)).mean())
     said = case.fleet["served_share"]

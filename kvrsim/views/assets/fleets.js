@@ -96,7 +96,7 @@ kv.ready((data) => {
       return here ? at(here.ttft_s) : null;
     };
     const line = { name: priced() ? "the fastest at this price" : "the fastest with so many GPUs", colour: "--accent", step: true, points: false, values: shown.map((one) => held(one)) };
-    const unsafe = { name: "not safe: the interval ends above the target, or the TPOT does", colour: "--dim", line: false, size: 7, values: shown.map((one) => (isUnsafe(one) && at(one.ttft_s) <= most ? at(one.ttft_s) : null)) };
+    const unsafe = { name: "not safe (target or TPOT)", colour: "--dim", line: false, size: 7, values: shown.map((one) => (isUnsafe(one) && at(one.ttft_s) <= most ? at(one.ttft_s) : null)) };
     const dots = { name: "fleets simulated", colour: "--ink", line: false, size: 7, values: shown.map((one) => (at(one.ttft_s) > most || isUnsafe(one) ? null : at(one.ttft_s))) };
     // A place of no fleet at each end, so that all percentiles have one axis.
     const drawn = [line, dots, unsafe];

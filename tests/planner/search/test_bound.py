@@ -177,7 +177,7 @@ def test_one_gpu(scenario: Scenario) -> None:
         (0.00790, 372, {"ctx": "1k", "gpus": 8, "link_bandwidth": 1e10}),
         (0.02700, 372, {"ctx": "1k", "gpus": 16, "profile": "a100-eager"}),
         (0.00210, 144, {"ctx": "64k", "gpus": 8, "profile": "a100-eager"}),
-        (0.56253, 168, {"ctx": "64k", "gpus": 183, "profile": "a100-eager"}),
+        (0.56253, 336, {"ctx": "64k", "gpus": 183, "profile": "a100-eager"}),
         (0.01635, 312, {"ctx": 200, "gpus": 4, "engine": "serving"}),
         (0.00230, 144, {"ctx": 200, "gpus": 3, "engine": "lmdeploy-0.1"}),
         (0.00020, 36, {"ctx": 12, "gpus": 3, "topology": "bus", "link_bandwidth": 1e5}),
