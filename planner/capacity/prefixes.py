@@ -126,7 +126,7 @@ class _GroupCache:
 
 
 class PrefixCaches:
-    """The caches of all groups in a simulation. It is told of requests that arrive, begin and end."""
+    """The prefix caches of all groups in a simulation. The queue calls it when a request arrives, begins or ends."""
 
     def __init__(self, traffic: PrefixTraffic, context_len: Sequence[int], replicas: int) -> None:
         turns = traffic.turns
@@ -172,7 +172,7 @@ class PrefixCaches:
     def begin(self, request: int, number: int, free_bytes: float) -> tuple[int, float]:
         """Begin a request on a group; the tokens that need not be computed, and the seconds to load them.
 
-        free_bytes: memory of a GPU that requests which have begun leave free, this one included.
+        free_bytes: free memory of a GPU beside all running requests; this request counts as running.
         """
         group = self.groups[number]
         group.pending -= self.pending[request]
@@ -208,7 +208,7 @@ class PrefixCaches:
         group.shrink(most_idle, self.host_blocks)
 
     def _hits(self, group: _GroupCache, request: int) -> dict[Tier, int]:
-        """Leading tokens of a prompt that a group has or can load, by memory."""
+        """Tokens at the start of a prompt that a group has cached or can load, by memory."""
         hits: dict[Tier, int] = dict.fromkeys(TIERS, 0)
         reusable = self.reusable[request]
         tokens = 0

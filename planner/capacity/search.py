@@ -25,7 +25,7 @@ from kvrsim.executors.access import execution_of
 from kvrsim.program import Array
 from kvrsim.strategies import get_strategy
 from planner.candidates import Candidate, Search
-from planner.capacity.decode import Decoding, decodes
+from planner.capacity.decode import DecodeFleet, Decoding, decodes
 from planner.capacity.fleet import (
     Fleet,
     FleetRun,
@@ -256,25 +256,11 @@ class FleetSimulator:
         ttft_s = np.concatenate([run.ttft_s for run in runs])
         in_time = int((ttft_s <= target.slo_s).sum())
         meets = len(ttft_s) - in_time <= self.allowed
-        decode = None
-        no_decode = None
         colocated = fleet[0].type.colocated
-        if self.decoding is not None and not colocated and any(decodes(run).any() for run in runs):
-            found = self.decoding.fleet(runs)
-            if isinstance(found, str):
-                no_decode = found
-            else:
-                decode, tpots_s = found
-                runs = [replace(run, tpot_s=tpot_s) for run, tpot_s in zip(runs, tpots_s, strict=True)]
+        runs, decode, no_decode = self._decoded(fleet, runs)
         tpot_s = tpot_of(runs)
         if colocated and target.tpot_s is not None and tpot_s is not None:
             meets = meets and number_late(tpot_s, target.tpot_s) <= self.allowed
-        if decode is not None and gpus_of(fleet) + decode.num_gpus > limits.max_gpus:
-            no_decode = (
-                f"prefill takes {gpus_of(fleet)} and decoding {decode.num_gpus} GPUs, more than the"
-                f" {limits.max_gpus} allowed"
-            )
-            decode = None
         working = gpus_of(fleet)
         largest = max(group.type.gpus for group in fleet)
         if decode is not None:
@@ -330,6 +316,21 @@ class FleetSimulator:
             fleet=fleet,
             runs=tuple(runs),
         )
+
+    def _decoded(self, fleet: Fleet, runs: list[FleetRun]) -> tuple[list[FleetRun], DecodeFleet | None, str | None]:
+        """The runs with their TPOTs, and the GPUs that decode for a split fleet, or why there are none."""
+        if self.decoding is None or fleet[0].type.colocated or not any(decodes(run).any() for run in runs):
+            return runs, None, None
+        found = self.decoding.fleet(runs)
+        if isinstance(found, str):
+            return runs, None, found
+        decode, tpots_s = found
+        runs = [replace(run, tpot_s=tpot_s) for run, tpot_s in zip(runs, tpots_s, strict=True)]
+        most = self.limits.max_gpus
+        if gpus_of(fleet) + decode.num_gpus > most:
+            why = f"prefill takes {gpus_of(fleet)} and decoding {decode.num_gpus} GPUs, more than the {most} allowed"
+            return runs, None, why
+        return runs, decode, None
 
     def interval(self, fleet: Fleet, runs: Sequence[FleetRun]) -> FleetInterval | None:
         """The interval of the requested percentile; None: the percentile is that of an unserved request.
@@ -539,7 +540,7 @@ class FleetSearch:
         self._simulated = set[Fleet]()  # designs
         self._answers: dict[Fleet, FleetAnswer] = {}  # those of the first fits, which bound the cost of all others
         self._least = math.inf  # cost of the best answer
-        self._least_decoding = 0.0  # least cost of a fleet that decodes
+        self._least_decoding = 0.0  # lowest cost of the GPUs that decode, of the fleets so far
         if simulator.decoding is not None:
             self._least_decoding = min(map(self.limits.cost, self.limits.sizes))
 
@@ -585,7 +586,7 @@ class FleetSearch:
         return fits
 
     def _load_cost(self, design: Fleet) -> float:
-        """The cost of the groups of a design that are busy on average."""
+        """The mean cost of the busy groups of a design."""
         buckets = self.simulator.buckets(design)
         return sum(self.limits.cost(bucket.group.type.gpus) * max(1.0, bucket.load) for bucket in buckets)
 
@@ -907,7 +908,7 @@ class FleetSearch:
 
 
 def _served_before(run: PoolRun, pool: GroupPool) -> PoolRun:
-    """The run of a pool that was simulated before."""
+    """The result of a pool, kept from an earlier simulation."""
     assert len(run.end_s) == len(pool.arrival_s)
     return run
 

@@ -189,7 +189,7 @@ class _StepGroup:
         return self.running < self.times.most_sequences and held_bytes <= self.times.room_bytes
 
     def _find_prefix(self, caches: PrefixCaches, request: int) -> None:
-        """Let the caches say which tokens of a request that begins are computed already."""
+        """Set the cached tokens of a request when it begins, from the prefix caches."""
         queue = self.queue
         cached, load_s = caches.begin(request, self.number, self.times.room_bytes - self.held_bytes)
         queue.cached_prefix[request] = cached

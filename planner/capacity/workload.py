@@ -715,7 +715,7 @@ def _tokens_in(record: _Record, column: str, where: str) -> float:
 
 
 def _optional(record: _Record, column: str, where: str) -> float:
-    """A number of a record that is at least 0; nan if the record has none."""
+    """The value of a record, at least 0; nan if the record has no such value."""
     value = record.get(column)
     if value in (None, ""):
         return math.nan

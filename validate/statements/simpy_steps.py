@@ -17,10 +17,10 @@ class Caches(Protocol):
     """Prefixes of sessions that groups keep."""
 
     def route(self, request: int, in_flight: list[int]) -> int:
-        """The group of a request that arrives."""
+        """Choose the group of a new request."""
 
     def begin(self, request: int, group: int) -> float:
-        """Seconds of the loads of a request that begins; sets its cached and its new tokens."""
+        """Begin a request: set its cached and new tokens, and return the seconds of its loads."""
 
     def end(self, request: int, group: int) -> None:
         """Keep what a request that ends has cached."""

@@ -40,7 +40,7 @@ class PlainCaches:
         return tokens
 
     def route(self, request: int, in_flight: list[int]) -> int:
-        """The group of a request that arrives."""
+        """Choose the group of a new request."""
         costs = []
         for group in range(self.count):
             if in_flight[group] <= 2 * min(in_flight) + 4:
@@ -55,7 +55,7 @@ class PlainCaches:
         return group
 
     def begin(self, request: int, group: int) -> float:
-        """Seconds of the loads of a request that begins."""
+        """Begin a request; return the seconds of its loads."""
         del self.waiting[group][request]
         gpu, host, store = self.hits[request] = self.found(request, group)
         self.running[group].append(request)
